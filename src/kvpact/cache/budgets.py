@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from kvpact.cache.codecs import cache_specs
-from kvpact.cache.ladder import Part, Schedule, plan
+from kvpact.cache.ladder import Part, Planner, Schedule
 from kvpact.cache.stats import stream_facts
 from kvpact.errors import SpecError
 from kvpact.files import bytes_of, share_of
@@ -23,7 +23,7 @@ DEFAULT_RUNGS = ("none", *(f"trellis:bits={bits}" for bits in (6, 4, 3, 2)))
 
 @dataclass(frozen=True)
 class Budget:
-    """What a cache was given: bytes, a ladder and an order; see `plan`.
+    """What a cache was given: bytes, a ladder and an order; see `Planner`.
 
     `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself,
     by the bytes of an exact number.
@@ -48,7 +48,8 @@ class Budget:
     def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
         """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""
         beside = batch * (self.beside or {}).get(dtype.itemsize, 0)
-        return plan(geometry, self.rungs, self.bytes, batch, dtype, self.sensitivity, beside)
+        given = self.rungs, self.bytes, batch, dtype, self.sensitivity or {}, beside
+        return Planner(geometry, *given).plan()
 
 
 def ladder_of(

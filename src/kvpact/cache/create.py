@@ -76,8 +76,8 @@ def create_cache(
         rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A recipe
         with a ``ladder`` says which ones cost least; without one all are taken alike.
     rungs : sequence of specs, optional
-        The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 4,
-        3 and 2 bits where these are fewer.
+        The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 6,
+        4, 3 and 2 bits where these are fewer.
     context : int, optional
         Tokens at which a budget is a share of the exact cache.
 

@@ -190,45 +190,12 @@ def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int
     return held + batch * heads * facts.width * (SLACK * itemsize + seen)
 
 
-def plan(
-    geometry: CacheGeometry,
-    rungs: Sequence[Sequence[Spec]],
-    budget: int,
-    batch: int,
-    dtype: torch.dtype,
-    sensitivity: Mapping[Part, float] | None = None,
-    beside: int = 0,
-) -> Schedule:
-    """Return the schedule of a cache.
+class Planner:
+    """Grows a cache that does not exist, and takes rungs where it has to.
 
-    Parameters
-    ----------
-    geometry : CacheGeometry
-        Shape of the cache.
-    rungs : sequence of sequence of Spec
-        Specs from the most bytes to the fewest; each of them one spec per layer.
-    budget : int
-        Bytes.
-    batch : int
-        Rows.
-    dtype : torch.dtype
-        Of exact tokens.
-    sensitivity : mapping, optional
-        (Layer, 0 for K or 1 for V) -> what a distortion there costs; alike if omitted.
-    beside : int
-        Bytes of the budget that others take.
-
-    Raises
-    ------
-    BudgetExceeded
-        Not even a few tokens fit at the lowest rungs.
+    `rungs`: from the most bytes to the fewest, one spec per layer each; `dtype`: of exact tokens;
+    `sensitivity`: what a distortion of a part costs; `beside`: bytes of the budget for others.
     """
-    own = budget - beside
-    return _Planner(geometry, rungs, own, batch, dtype, sensitivity or {}, beside).plan()
-
-
-class _Planner:
-    """Grows a cache that does not exist, and takes rungs where it has to."""
 
     def __init__(
         self,
@@ -238,9 +205,9 @@ class _Planner:
         batch: int,
         dtype: torch.dtype,
         sensitivity: Mapping[Part, float],
-        beside: int,
+        beside: int = 0,
     ) -> None:
-        self.rungs, self.budget, self.beside = rungs, budget, beside
+        self.rungs, self.budget, self.beside = rungs, budget - beside, beside
         self.shape = batch, geometry.num_kv_heads, dtype.itemsize
         self.layers = geometry.num_layers
         one = CacheGeometry(
@@ -309,7 +276,10 @@ class _Planner:
         return chosen
 
     def plan(self) -> Schedule:
-        """Return the schedule: with room for both parts of a layer where that holds more."""
+        """Return the schedule: with room for both parts of a layer where that holds more.
+
+        Raises `BudgetExceeded` where not even a few tokens fit at the lowest rungs.
+        """
         one = self.planned()
         self.both = True
         changes, tokens = max(one, self.planned(), key=lambda found: found[1])

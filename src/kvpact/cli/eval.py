@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import print_document, show_files
 from kvpact.cli.inputs import InputError, texts_of
+
+if TYPE_CHECKING:
+    from kvpact.evaluate import EvalResult, GrowthResult
 
 
 def evaluate_command(
@@ -70,31 +75,20 @@ def evaluate_command(
     """
     from kvpact.cli.eval_run import RunPlan, candidates_of, run
     from kvpact.evaluate.files import report_data
+    from kvpact.evaluate.growth import CHUNK
     from kvpact.evaluate.tasks import task_names
 
     models = list(dict.fromkeys(model))
     if budget is not None:
-        others: dict[str, object] = {
-            "--against": against,
-            "--free-running": free_running_steps,
-            "--tasks": tasks,
-        }
-        others |= {"--packed-only": packed_only, "--ablation": ablation}
+        others: dict[str, object] = {"--against": against, "--free-running": free_running_steps}
+        others |= {"--tasks": tasks, "--packed-only": packed_only, "--ablation": ablation}
         others |= {"--calibration": calibration, "--sliding": sliding}
         if used := [name for name, value in others.items() if value]:
             raise InputError(f"{' and '.join(used)} can't go with --budget: leave it out")
-        from kvpact.cli.eval_growth import GrowthPlan, run_growth
-
-        budgets = list(dict.fromkeys(budget.split(",")))
-        growth = GrowthPlan(
-            budgets, list(dict.fromkeys(specs)), texts_of(text), tokens, chunk, task_samples, seed,
-            out, as_json, verbose,
-        )  # fmt: skip
-        run_growth(growth, models, dtype, threads)
-        return
-    if not specs:
+    elif not specs:
         raise InputError("there is nothing to evaluate; give a SPEC, or --budget")
-    chunk = 256 if chunk is None else chunk
+    if chunk is None:
+        chunk = 256 if budget is None else CHUNK
     candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
     if sliding is not None and against in specs:
         against = f"{against} sliding={sliding}"  # as its row is called
@@ -120,9 +114,17 @@ def evaluate_command(
         tables=not as_json,
         verbose=verbose,
     )
-    results, files = run(plan, models, dtype, threads)
+    growth: list[GrowthResult] = []
+    results: list[EvalResult] = []
+    if budget is None:
+        results, files = run(plan, models, dtype, threads)
+    else:
+        from kvpact.cli.eval_growth import run_growth
+
+        growth, files = run_growth(plan, budget.split(","), models, dtype, threads)
     if as_json:
         data = report_data(results, against)
-        print_document("eval", **data, growth=[], files=[str(path) for path in files])
+        data["growth"] = [asdict(result) for result in growth]
+        print_document("eval", **data, files=[str(path) for path in files])
         return
     show_files(files)

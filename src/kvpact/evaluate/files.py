@@ -13,7 +13,7 @@ from typing import Any
 from kvpact.evaluate import report
 from kvpact.evaluate.base import row_name, run_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
-from kvpact.evaluate.growth import GrowthResult
+from kvpact.evaluate.growth import GrowthPanel, GrowthResult
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.result import PROBES, EvalResult
 from kvpact.files import json_ready
@@ -94,9 +94,10 @@ def write_growth(runs: Sequence[GrowthResult], directory: str | PathLike[str]) -
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [write_json(folder / "growth.json", [run.data() for run in runs])]
+    written = [write_json(folder / "growth.json", [asdict(run) for run in runs])]
     written.append(folder / "growth.png")
-    save_panels([panel for run in runs for panel in run.panels()], written[-1])
+    panels = [(run.name, GrowthPanel(run, what)) for run in runs for what in ("kl", "needle")]
+    save_panels(panels, written[-1])
     return written
 
 

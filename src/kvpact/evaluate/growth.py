@@ -7,7 +7,7 @@ text, one in each stretch: at its end all that came so far are asked for, on cop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -113,18 +113,10 @@ class GrowthResult:
             "MB: all layers. -: did not fit."
         )
 
-    def data(self) -> dict[str, Any]:
-        """Return everything measured, ready for JSON."""
-        return asdict(self)
-
     @property
     def name(self) -> str:
         """The model and the text."""
         return " on ".join(filter(None, (self.model, self.text))) or "growth"
-
-    def panels(self) -> list[tuple[str, GrowthPanel]]:
-        """Return the panels of the plot: KL, and needles."""
-        return [(self.name, GrowthPanel(self, what)) for what in ("kl", "needle")]
 
 
 TITLES = {"kl": "KL", "needle": "needle", "bits": "bits", "bytes": "MB"}

@@ -52,7 +52,8 @@ def pressed(model: PreTrainedModel, cache: CompressedCache, press: Any) -> Itera
         )
     if cache.get_seq_length():
         raise KVPactError("the cache holds tokens already: only those of a first call are scored")
-    wanted = {i: n for n, i in enumerate(_compressed(cache))}
+    layers = (i for i, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer))
+    wanted = {i: n for n, i in enumerate(layers)}
     found: dict[int, Tensor] = {}
 
     def score(module: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
@@ -73,7 +74,3 @@ def pressed(model: PreTrainedModel, cache: CompressedCache, press: Any) -> Itera
     if set(found) != set(wanted.values()):
         raise KVPactError("no call of the model with this cache went through all of its layers")
     cache.compact(torch.stack([found[n] for n in sorted(found)]))
-
-
-def _compressed(cache: CompressedCache) -> list[int]:
-    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)]
