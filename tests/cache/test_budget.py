@@ -310,6 +310,15 @@ def test_a_reset_begins_anew():
     ]
 
 
+def test_rotated_keys_of_latents_have_8_bits_on_every_rung():
+    shape = kvpact.CacheGeometry(2, 1, 64, 32, dtype=torch.float32, latent=True)
+    for spec, first in (("none", ["none", "trellis:bits=6/int:bits=8"]), ("trellis:bits=4", [])):
+        cache = kvpact.create_cache(spec, shape, budget="1MB")
+        rungs = [str(rung[1]) for rung in cache.budget.rungs]
+        assert rungs == [*first, *(f"trellis:bits={bits}/int:bits=8" for bits in (4, 3, 2))]
+        assert str(cache.specs[0]) == rungs[0]
+
+
 def test_what_can_t_go_with_a_budget():
     for options, message in (
         ({"budget": "much"}, "no number of bytes"),

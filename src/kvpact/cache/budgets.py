@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from kvpact.cache.codecs import cache_specs
+from kvpact.cache.codecs import latent_spec
 from kvpact.cache.ladder import Part, Planner, Schedule
 from kvpact.cache.stats import stream_facts
 from kvpact.errors import SpecError
@@ -42,8 +42,9 @@ class Budget:
 
     def for_geometry(self, geometry: CacheGeometry) -> Budget:
         """Return the budget of a cache of such a shape: specs completed for latents."""
-        rungs = tuple(tuple(cache_specs(rung, geometry)) for rung in self.rungs)
-        return replace(self, rungs=rungs)
+        if not geometry.latent:
+            return self
+        return replace(self, rungs=tuple(tuple(map(latent_spec, rung)) for rung in self.rungs))
 
     def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
         """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""

@@ -13,7 +13,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose
-from kvpact.recipe import SpecLike, sensitivities
+from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
 
 def create_cache(
@@ -130,7 +130,8 @@ def create_cache(
             widths = geometry.head_dim + geometry.value_dim
             exact = 2 * context * layers * geometry.num_kv_heads * widths
         order = sensitivities(spec, layers)
-        given = budget_of(budget, ladder_of(specs, rungs, layers), order, exact)
+        ladder = ladder_of(layer_specs(spec, layers), rungs, layers)
+        given = budget_of(budget, ladder, order, exact)
         given.refuse(calibration=calibration)
         given = given.for_geometry(geometry)
         specs = list(given.rungs[0])

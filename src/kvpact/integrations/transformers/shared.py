@@ -188,10 +188,8 @@ class SharedState:
         """Return an empty cache of all layers."""
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
-        offsets, budget = None if geometry.latent else self.key_offsets, self.budget
-        if budget is not None:
-            rungs = [[cache_specs(spec, one)[0] for spec in rung] for rung in budget.rungs]
-            budget = replace(budget, rungs=tuple(map(tuple, rungs)))
+        offsets = None if geometry.latent else self.key_offsets
+        budget = None if self.budget is None else self.budget.for_geometry(geometry)
         given = None, self.calibration, self.compute, offsets, budget
         return ContiguousCache(specs, geometry, *given)
 
