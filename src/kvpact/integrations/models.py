@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from io import StringIO
@@ -209,6 +210,10 @@ def check_model(name_or_path: Any) -> None:
     elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise KVPactError(
             f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
+        )
+    elif not path.is_dir() and (near := get_close_matches(name.lower(), PACKAGED, n=1)):
+        raise KVPactError(
+            f"no model {name!r}; did you mean {near[0]!r}? Ids of a hub are owner/name"
         )
 
 

@@ -196,28 +196,26 @@ class _Trellis:
     def __init__(self, distances: Tensor, states: int) -> None:
         device = distances.device
         self.distances, self.states, self.memory = distances, states, _MEMORY[states]
-        state = torch.arange(states, dtype=torch.int64, device=device)
-        # A state is reached from two: their windows differ in the oldest bit.
-        self.low, self.high = state >> 1, (state >> 1) + states // 2
         subsets = [subset(window, states) for window in range(2 * states)]
         self.subsets = torch.tensor(subsets, dtype=torch.int64, device=device)
-        self.at_low, self.at_high = self.subsets[:states], self.subsets[states:]
 
     def run(self, order: list[int], cost: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the costs of the states `[S, N]` at the end, and who came from `high`."""
         back = []
+        half = self.states // 2
         for i in order:
-            distance = self.distances[i]
-            low = cost[self.low] + distance[self.at_low]
-            high = cost[self.high] + distance[self.at_high]
-            back.append(high < low)
-            cost = torch.where(back[-1], high, low)
+            # A state s is reached from s >> 1 and from that with the oldest bit set, whose costs
+            # are in the first and in the second half; so are the subsets of the two windows.
+            distance = self.distances[i].index_select(0, self.subsets)
+            low, high = cost.view(2, half, 1, -1) + distance.view(2, half, 2, -1)
+            back.append((high < low).flatten(0, 1))
+            cost = torch.where(back[-1], high.flatten(0, 1), low.flatten(0, 1))
         return cost, back
 
-    def before(self, state: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state that led to `state` (`[N]`), and the window between them."""
+    def window(self, state: Tensor, back: Tensor) -> Tensor:
+        """Return the window that led to `state`, `[N]`; the state before it is its higher bits."""
         oldest = back.gather(0, state.unsqueeze(0)).squeeze(0).to(torch.int64)
-        return state >> 1 | oldest << (self.memory - 1), state | oldest << self.memory
+        return state | oldest << self.memory
 
 
 def states_of(dim: int, states: int) -> int:
@@ -234,10 +232,10 @@ def _search(distances: Tensor, points: Tensor, states: int) -> Tensor:
     _, back = trellis.run([*range(size)], cost)
     codes = torch.empty(size, count, dtype=torch.uint8, device=distances.device)
     for i in reversed(range(size)):
-        bit = state & 1
-        state, window = trellis.before(state, back[i])
+        window = trellis.window(state, back[i])
         which = trellis.subsets[window].unsqueeze(0)
-        codes[i] = 2 * points[i].gather(0, which).squeeze(0) + bit
+        codes[i] = 2 * points[i].gather(0, which).squeeze(0) + (state & 1)
+        state = window >> 1
     return codes.mT.contiguous()
 
 
@@ -249,7 +247,7 @@ def _likely_end(trellis: _Trellis) -> Tensor:
     cost, back = trellis.run(order, trellis.distances.new_zeros(trellis.states, count))
     state = _cheapest(cost)
     for step in reversed(range(size - half, size)):
-        state, _ = trellis.before(state, back[step])
+        state = trellis.window(state, back[step]) >> 1
     return state
 
 
