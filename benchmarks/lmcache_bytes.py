@@ -1,8 +1,10 @@
 """Bytes of a chunk of LMCache's in kvpact's serde, beside bf16.
 
-    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256] [SPEC …]
+    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256]
+        [--calibration FILE] [SPEC …]
 
-LMCache need not be installed: a chunk is packed, and its bytes counted.
+LMCache need not be installed: a chunk is packed, and its bytes counted. The calibration is used for
+specs that learn; it has to be of a model of these sizes.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import torch
 
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.spec import parse_spec
 
 SPECS = [
     "none",
@@ -31,6 +34,7 @@ def main():
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--calibration", help="file that `kvpact calibrate` wrote")
     parser.add_argument("spec", nargs="*", default=SPECS)
     given = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +43,9 @@ def main():
     print("| spec | bytes of a chunk | of bf16 |\n|---|---:|---:|")
     for spec in given.spec:
         layout = ChunkLayout(given.head_dim, given.head_dim)
-        size = len(ChunkFormat(spec, layout).pack([x], "0" * 64))
+        learns = parse_spec(spec).key.key_codec(given.head_dim, x.dtype).learns_from
+        known = given.calibration if learns else None
+        size = len(ChunkFormat(spec, layout, known).pack([x], "0" * 64))
         print(f"| `{spec}` | {size:,} | {size / x.nbytes:.3f} |")
 
 

@@ -54,6 +54,26 @@ def toy(make_toy):
 
 
 @pytest.fixture(scope="session")
+def calibrated(tmp_path_factory):
+    """Return a function that calibrates a toy as `kvpact calibrate` does; the file's path."""
+
+    def run(folder, seed=0, specs=("trellis:bits=4,sinks=0", "trellis:bits=4,center=0,sinks=0")):
+        from transformers import AutoModelForCausalLM
+
+        from kvpact.integrations.transformers import calibrate
+        from kvpact.spec import parse_spec
+
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        generator = torch.Generator().manual_seed(seed)
+        texts = [torch.randint(3, 512, (512,), generator=generator) for _ in range(2)]
+        path = tmp_path_factory.mktemp("calibration") / "toy.kvcal"
+        calibrate(model, texts, list(map(parse_spec, specs))).save(path)
+        return path
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def start_vllm(tmp_path_factory):
     """Return a function that starts an engine: `vllm_engine.Engine`."""
 

@@ -1,5 +1,6 @@
-"""A calibrated `trellis` in real engines: capacity, answers, prefixes in Redis, refusals."""
+"""A calibrated `trellis` in real engines: capacity, answers, prefixes, two ranks, refusals."""
 
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -8,8 +9,7 @@ from vllm_engine import sharing
 from vllm_prompts import ids, random_requests
 
 from kvpact.calibration import Calibration
-from kvpact.integrations.transformers import calibrate
-from kvpact.spec import parse_spec
+from kvpact.stores import open_store
 
 SPEC = "trellis:bits=4,sinks=0"
 ALONE = "trellis:bits=4,center=0,sinks=0"
@@ -18,23 +18,6 @@ OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "block_size": 128}
 
 def named(path):
     return {"KVPACT_VLLM_CALIBRATION": str(path)}
-
-
-@pytest.fixture(scope="session")
-def calibrated(tmp_path_factory):
-    """Return a function that calibrates a toy as `kvpact calibrate` does; the file's path."""
-
-    def run(folder, seed=0, specs=(SPEC, ALONE)):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        generator = torch.Generator().manual_seed(seed)
-        texts = [torch.randint(3, 512, (512,), generator=generator) for _ in range(2)]
-        path = tmp_path_factory.mktemp("calibration") / "toy.kvcal"
-        calibrate(model, texts, list(map(parse_spec, specs))).save(path)
-        return path
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -100,10 +83,20 @@ def redis(start_server, tmp_path):
     server.kill()
 
 
+@pytest.fixture
+def mooncake(start_master):
+    master = start_master()
+    # Memory that outlives the engines: each of them has left when the next one looks for chunks.
+    with open_store(f"{master.url}&segment_size=64MiB"):
+        yield master.url
+    master.kill()
+
+
+@pytest.mark.parametrize("store", ["redis", "mooncake"])
 def test_engines_share_prefixes_of_the_same_calibration_alone(
-    start_vllm, toy, known, calibrated, redis
+    request, start_vllm, toy, known, calibrated, store
 ):
-    options = {"model": toy, **OPTIONS, **sharing(redis)}
+    options = {"model": toy, **OPTIONS, **sharing(request.getfixturevalue(store))}
     prompt = ids(450, seed=2)
 
     def serve(calibration, saves=False):
@@ -121,6 +114,44 @@ def test_engines_share_prefixes_of_the_same_calibration_alone(
     found, same = serve(known)
     assert same["loaded_tokens"] == 3 * 128
     assert found == right
+
+
+@pytest.mark.parametrize("spec", [SPEC, ALONE, "turboquant:bits=4,sinks=0"])
+def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, toy, known, spec):
+    """Each rank has one of two heads; over the other one's states the numbers would be others."""
+    learns = spec != "turboquant:bits=4,sinks=0"
+    options = {
+        "model": toy,
+        **OPTIONS,
+        "dtype": "float32",
+        "max_num_batched_tokens": 64,
+        "forced": [ids(450, seed=2)],
+        "env": named(known) if learns else {},
+    }
+    one = run_vllm(spec, **options)
+    two = run_vllm(spec, tensor_parallel_size=2, processes=True, **options)
+    right, found = (torch.tensor(answer["forced"][0]) for answer in (one, two))
+    error = (found - right).abs()
+    print(
+        f"{spec}: {float(error.median()):.2e} nats in the median, {float(error.max()):.2e} at most"
+    )
+    assert float(error.median()) < 1e-4
+    if learns:
+        options["env"] = named(swapped(known))
+        other = torch.tensor(run_vllm(spec, **options)["forced"][0])
+        assert float((other - right).abs().median()) > 1e-3
+
+
+def swapped(path):
+    """A calibration of the heads in reverse order; its path."""
+
+    def turned(states):
+        return {name: {part: x.flip(0) for part, x in one.items()} for name, one in states.items()}
+
+    held = Calibration.load(path)
+    layers = {i: replace(one, k=turned(one.k)) for i, one in held.layers.items()}
+    Calibration(layers).save(other := path.with_name("swapped.kvcal"))
+    return other
 
 
 @pytest.mark.parametrize(
@@ -141,8 +172,6 @@ def test_what_does_not_fit_is_refused_when_vllm_starts(
     if change == "layers":
         held = Calibration({**held.layers, 2: held.layers[0]})
     if change == "heads":
-        from dataclasses import replace
-
         held = Calibration({i: replace(x, heads=3) for i, x in held.layers.items()})
     if change != "gone":
         held.save(path)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.calibrated import NOTHING
+from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler

@@ -6,7 +6,7 @@ import torch
 
 from kvpact import create_cache
 from kvpact.cache.codecs import latent_spec
-from kvpact.integrations.vllm.calibrated import NOTHING
+from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.codecs import latent_spec
+from kvpact.calibration.base import State
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
-from kvpact.errors import DtypeError, GeometryError, SpecError
+from kvpact.errors import DtypeError, FormatError, GeometryError, SpecError
 from kvpact.kernels import Compute, choose
 from kvpact.methods import Codec, Method
+from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
@@ -92,46 +96,78 @@ class KVCacheCompressor:
             raise DtypeError(f"a CompressedKV is wanted, not {type(compressed).__name__}")
         return compressed.with_compute(self._compute)
 
-    def compress_kv(self, k: Tensor, v: Tensor) -> CompressedKV:
+    def compress_kv(
+        self, k: Tensor, v: Tensor, learnt: tuple[State, State] = ({}, {})
+    ) -> CompressedKV:
         """Compress K and V.
 
         Parameters
         ----------
         k, v : Tensor
             `[B, H, T, D]` and `[B, H, T, D_v]`, fp32, fp16 or bf16.
+        learnt : pair of mappings
+            States (`Codec.state`) of the codecs of K and V, of `B * H` heads: these are taken
+            instead of learning from the tokens.
 
         Raises
         ------
         GeometryError, DtypeError, DeviceError, NonFiniteError
             The tensors are empty, don't fit each other, or hold what the method can't.
+        FormatError
+            What was learnt is no state of the method's codecs for so many heads.
         """
         check_pair(k, v, 4)
-        return self._compress(k, v, "batched")
+        return self._compress(k, v, "batched", learnt)
 
     def compress_kv_3d(self, k: Tensor, v: Tensor) -> CompressedKV:
         """Compress K and V without a batch dimension, `[H, T, D]`; errors as of `compress_kv`."""
         check_pair(k, v, 3)
         return self._compress(k, v, "unbatched")
 
-    def _compress(self, k: Tensor, v: Tensor, layout: Layout) -> CompressedKV:
-        key, value = self.spec.codecs(k.shape[-1], v.shape[-1], k.dtype)
+    def _compress(
+        self, k: Tensor, v: Tensor, layout: Layout, learnt: tuple[State, State] = ({}, {})
+    ) -> CompressedKV:
         packed = (
             PackedStream.of(codec, flat(x), self._compute, self._measure)
-            for codec, x in ((key, k), (value, v))
+            for codec, x in zip(
+                self._codecs(k.shape, v.shape, k.dtype, learnt), (k, v), strict=True
+            )
         )
         return CompressedKV(self.spec, layout, k.shape[0] if k.dim() == 4 else 1, *packed)
 
+    def _codecs(
+        self, k: Sequence[int], v: Sequence[int], dtype: torch.dtype, learnt: tuple[State, State]
+    ) -> list[Codec]:
+        """Return the codecs for K and V of these shapes, with the states that are given."""
+        made = []
+        for codec, shape, state in zip(
+            self.spec.codecs(k[-1], v[-1], dtype), (k, v), learnt, strict=True
+        ):
+            if state:
+                if not isinstance(codec, FittedCodec):
+                    raise FormatError(
+                        f"{str(self.spec)!r} learns nothing that could be given to it"
+                    )
+                codec = codec.restore(state)
+                codec.check_heads(prod(shape[:-2]))
+            made.append(codec)
+        return made
+
     def file_bytes(
-        self, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        k_shape: tuple[int, ...],
+        v_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        learnt: tuple[State, State] = ({}, {}),
     ) -> int:
         """Return the bytes that a file of K and V of these shapes will have, header included.
 
-        Shapes are `[B, H, T, D]` and `[B, H, T, D_v]`. Raises `SpecError` where the tokens decide:
-        the method learns from them, or the error is measured.
+        Shapes are `[B, H, T, D]` and `[B, H, T, D_v]`; `learnt` as of `compress_kv`. Raises
+        `SpecError` where the tokens decide: the method learns from them, or the error is measured.
         """
         if self._measure:
             raise SpecError("a file's bytes depend on the error's digits: pass measure=False")
-        key, value = self.spec.codecs(k_shape[-1], v_shape[-1], dtype)
+        key, value = self._codecs(k_shape, v_shape, dtype, learnt)
         k, v = self._blank(key, k_shape, dtype), self._blank(value, v_shape, dtype)
         return len(CompressedKV(self.spec, "batched", k_shape[0], k, v).to_bytes())
 

@@ -80,8 +80,8 @@ class PackedStream:
 
     @classmethod
     def of(cls, codec: Codec, x: Tensor, compute: Compute, measure: bool = True) -> PackedStream:
-        """Return tokens `[1, N, T, D]` compressed; a codec that learns has learnt from them."""
-        codec = codec.fit(x) if isinstance(codec, FittedCodec) else codec
+        """Return tokens `[1, N, T, D]` compressed; a codec that learns does so, unless it has."""
+        codec = codec.fit(x) if isinstance(codec, FittedCodec) and not codec.fitted else codec
         known = 0.0 if measure else math.nan
         return cls(empty_stream(codec, x, compute), compute, known, known).append(x)
 

@@ -12,6 +12,10 @@ from torch import Tensor
 from kvpact.cache.checks import DTYPES
 from kvpact.compressor import CompressedKV, KVCacheCompressor
 from kvpact.errors import DtypeError, GeometryError, MismatchError, SpecError
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations import calibrated
+from kvpact.integrations.calibrated import NOTHING, Learnt, learnt_of
+from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.spec import Spec, parse_spec
 from kvpact.stores.records import HEADER, seal, unseal
 
@@ -49,10 +53,11 @@ class ChunkFormat(Generic[Where]):
     """Makes chunks to bytes and back; every token is packed: `spec` has no sinks and no window.
 
     A chunk is a record of kvpact's stores, with a checksum over everything and the hash of the key,
-    around files of `CompressedKV`, whose batch are the chunk's layers.
+    around files of `CompressedKV`, whose batch are the chunk's layers. Of a `calibration`, a file,
+    each chunk has what its layers learnt, and one of another calibration is refused.
     """
 
-    def __init__(self, spec: str | Spec, layout: Where) -> None:
+    def __init__(self, spec: str | Spec, layout: Where, calibration: str | None = None) -> None:
         if isinstance(spec, str) and spec.strip().endswith((".toml", ".json")):
             raise SpecError(f"spec={spec!r}: a recipe by layer is not covered, name one spec")
         named = parse_spec(spec)
@@ -60,6 +65,8 @@ class ChunkFormat(Generic[Where]):
         self.layout = layout
         self._compressor = KVCacheCompressor(self.spec, measure=False)
         self._sizes: dict[tuple[Shape, torch.dtype], int] = {}
+        self._known = None if calibration is None else calibrated.read(calibration, "calibration")
+        self._states: dict[tuple[Shape, torch.dtype], Learnt] = {}
         self._groups = self._checked_groups(str(named))
 
     def __str__(self) -> str:
@@ -69,9 +76,14 @@ class ChunkFormat(Generic[Where]):
         """Return the tokens that K and V pack together."""
         widths = self.layout.head_dim, self.layout.value_dim
         codecs = self.spec.codecs(*widths, torch.float32)
+        if self._known is not None and codecs[0].ready and not codecs[0].learns_from:
+            raise SpecError(
+                f"{self._known.name} is given, and K of {text!r} learns nothing: omit it"
+            )
         for side, codec in zip("KV", codecs, strict=True):
             reason = ""
-            if codec.learns_from or not codec.ready:
+            learnt = self._known is not None and isinstance(codec, TrellisKeyCodec)
+            if (codec.learns_from or not codec.ready) and not learnt:
                 reason = "learns from its tokens, so its bytes are not known before"
             elif codec.joint or codec.rotation is not None or codec.has_bias:
                 reason = "stores more than slots of one head"
@@ -79,7 +91,8 @@ class ChunkFormat(Generic[Where]):
                 raise SpecError(
                     f"spec={text!r}: the method of {side} {reason}; take 'turboquant', "
                     "'int', 'fp8', 'kivi', 'kvarn', 'none' or "
-                    "'trellis:center=0,first=false,weights=false,blocks=false'"
+                    "'trellis:center=0,first=false,weights=false,blocks=false', or in LMCache "
+                    "'trellis' with a calibration"
                 )
         return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]
 
@@ -103,15 +116,39 @@ class ChunkFormat(Generic[Where]):
                         f"{side} together: start LMCache with a --chunk-size, or SGLang with a "
                         "--page-size, that is a multiple"
                     )
-            size = self._sizes[shape, dtype] = self._compressor.file_bytes(k, v, dtype)
+            learnt = self._learnt(k, v, dtype)
+            size = self._sizes[shape, dtype] = self._compressor.file_bytes(k, v, dtype, learnt)
         return size
+
+    def _learnt(self, k: Shape, v: Shape, dtype: torch.dtype) -> Learnt:
+        """Return what the codecs of K and V `[L, H, T, D]` learnt, all layers' heads in a row."""
+        if self._known is None:
+            return NOTHING
+        layers, heads, _, width = k
+        learnt = self._states.get((k, dtype))
+        if learnt is None:
+            geometry = CacheGeometry(layers, heads, width, v[3], dtype)
+            every = (self.spec,) * layers
+            try:
+                each = learnt_of(self._known, range(layers), every, geometry, layers)
+            except SpecError as error:
+                raise SpecError(
+                    f"{error}, or chunks hold a part of its heads or layers (tensor or pipeline "
+                    "parallelism), which is not covered with a calibration"
+                ) from error
+            names = each[0][0]
+            learnt = {name: torch.cat([one[0][name] for one in each]) for name in names}, {}
+            self._states[k, dtype] = learnt
+        return learnt
 
     def pack(self, tensors: Sequence[Tensor], name: str) -> bytes:
         """Return a chunk's bytes. Raises `GeometryError`, `DtypeError`, `NonFiniteError`."""
         files = []
         for x in tensors:
             size = self._file_bytes(tuple(x.shape), x.dtype)
-            data = self._compressor.compress_kv(*self.layout.split(x)).to_bytes()
+            k, v = self.layout.split(x)
+            learnt = self._learnt(tuple(k.shape), tuple(v.shape), x.dtype)
+            data = self._compressor.compress_kv(k, v, learnt).to_bytes()
             assert len(data) == size, "the shapes don't decide the bytes"
             files.append(data)
         header, blob = seal(name, memoryview(b"".join(files)), time.time())
@@ -138,11 +175,15 @@ class ChunkFormat(Generic[Where]):
             start += size
 
     def _read(self, data: memoryview, x: Tensor) -> CompressedKV:
-        held, wanted = CompressedKV.from_bytes(data), self.layout.shapes(x.shape)
+        k, v = wanted = self.layout.shapes(x.shape)
+        held = CompressedKV.from_bytes(data)
         found = (held.spec, held.dtype, held.k_shape, held.v_shape)
         if found != (self.spec, x.dtype, *wanted):
             raise MismatchError(
                 f"K and V of {str(held.spec)!r}, {held.dtype} {held.k_shape} and {held.v_shape}, "
-                f"where {str(self.spec)!r}, {x.dtype} {wanted[0]} and {wanted[1]} is wanted"
+                f"where {str(self.spec)!r}, {x.dtype} {k} and {v} is wanted"
             )
+        state, learnt = held.k.codec.state(), self._learnt(k, v, x.dtype)[0]
+        if any(not torch.equal(state[name], learnt[name]) for name in learnt):
+            raise MismatchError("K and V were packed with another calibration")
         return held

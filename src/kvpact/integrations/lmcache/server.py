@@ -34,9 +34,11 @@ class Served:
         layout = ChunkLayout(width, given.get("value_dim", width))
         if given.get("cpu_block_size", 0) != 0:
             layout = replace(layout, pages=cpu_pages(given["cpu_block_size"], width))
-        serde = KVPactSerde(
-            ChunkFormat(given["spec"], layout), lambda key: self._remove(key, options)
-        )
+        calibration = given.get("calibration")
+        if not isinstance(calibration, str | None):
+            raise SpecError(f"calibration={calibration!r} should be the path of a file")
+        chunks = ChunkFormat(given["spec"], layout, calibration)
+        serde = KVPactSerde(chunks, lambda key: self._remove(key, options))
         self.serdes.append(serde)
         return serde
 
@@ -97,7 +99,7 @@ def build_server_modules(build: Any) -> StatusModule:
 def _check_names(options: Mapping[str, Any]) -> None:
     wanted = {"spec", "head_dim"}
     unknown, missing = (
-        options.keys() - wanted - {"value_dim", "cpu_block_size"},
+        options.keys() - wanted - {"value_dim", "cpu_block_size", "calibration"},
         wanted - options.keys(),
     )
     if unknown or missing:

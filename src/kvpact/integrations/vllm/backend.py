@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
+from kvpact.integrations.calibrated import NOTHING, Learnt
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.calibrated import NOTHING, Learnt
 from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm

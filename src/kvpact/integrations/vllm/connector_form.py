@@ -11,7 +11,7 @@ from math import lcm
 from kvpact.cache.saved import PAGE_TOKENS
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.calibrated import Learnt
+from kvpact.integrations.calibrated import Learnt
 from kvpact.integrations.vllm.setting import codecs
 from kvpact.methods import Codec
 from kvpact.prefixes.chunks import ChunkKind

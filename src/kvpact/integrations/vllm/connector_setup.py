@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.fingerprint import files_fingerprint
-from kvpact.integrations.vllm.calibrated import NOTHING, calibration, learnt_of
+from kvpact.integrations.vllm.calibrated import calibration, learnt_of
 from kvpact.integrations.vllm.connector_form import StoredForm, in_order
 from kvpact.integrations.vllm.setting import (
     SETTING,

@@ -15,10 +15,9 @@ from kvpact.cache.codecs import codec_of
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.calibrated import NOTHING, Learnt
 from kvpact.integrations.vllm.calibrated import (
     CALIBRATION,
-    NOTHING,
-    Learnt,
     calibration,
     calibration_file,
     learnt_of,

@@ -1,0 +1,68 @@
+"""A file of what codecs learnt, by layer, as engines name it, and what of it their layers take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvpact.calibration import Calibration
+from kvpact.calibration.base import State
+from kvpact.errors import SpecError
+from kvpact.geometry import CacheGeometry
+from kvpact.spec import Spec
+
+Learnt = tuple[State, State]
+"""What the codecs of a layer learnt, of K and of V; mostly nothing."""
+NOTHING: Learnt = ({}, {})
+
+
+class Known(NamedTuple):
+    """A calibration, and how errors name the file."""
+
+    held: Calibration
+    name: str
+
+
+def read(path: str, setting: str) -> Known:
+    """Read a file that a setting names. Raises `SpecError`, `FormatError`, `IntegrityError`."""
+    name = f"{setting}={path!r}"
+    try:
+        return Known(Calibration.load(path), name)
+    except OSError as error:
+        raise SpecError(
+            f"{name} can't be read ({error}); `kvpact calibrate MODEL --out FILE` writes such a "
+            "file"
+        ) from error
+
+
+def learnt_of(
+    known: Known | None,
+    numbers: Sequence[int],
+    specs: Sequence[Spec],
+    geometry: CacheGeometry,
+    total: int,
+) -> list[Learnt]:
+    """Return what the codecs of some layers of a model learnt, of all heads.
+
+    `numbers`: the layers', among `total`; `specs`: of each; `geometry`: of all of them. Raises
+    `SpecError` where the file is of another model, as far as that can be told, or of other methods.
+    """
+    if known is None:
+        return [NOTHING] * len(numbers)
+    held, name = known
+    shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
+    if max(held.layers, default=-1) >= total:
+        raise SpecError(
+            f"{name} is of {max(held.layers) + 1} layers, the model has {total}: it was made of "
+            "another model"
+        )
+    for number in numbers:
+        one = held.layers.get(number)
+        found = None if one is None else (one.heads, one.key_dim, one.value_dim)
+        if found != shape:
+            raise SpecError(
+                f"{name} has of layer {number} {found or 'nothing'}, the model has {shape} KV "
+                "heads and widths of K and V: it was made of another model"
+            )
+    found_states = held.select(numbers).states(specs, geometry)
+    return [found_states.get(i, NOTHING) for i in range(len(numbers))]
