@@ -13,7 +13,6 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.geometry import check_count
-from kvpact.integrations.transformers.attention import ATTENTION
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.gaps import Gaps
 from kvpact.integrations.transformers.layer import CompressedLayer
@@ -103,12 +102,7 @@ class Evicting(EngineCache):
 
     def _whole_cache(self) -> ContiguousCache | None:
         """Return what holds the compressed layers, of which tokens may be let go of."""
-        shared = self._shared
-        if shared.config._attn_implementation != ATTENTION:
-            raise KVPactError(
-                f"attention {shared.config._attn_implementation!r} makes masks for all tokens: let "
-                f"go of tokens with model.set_attn_implementation({ATTENTION!r}) alone"
-            )
+        self._shared.gaps.check(self._shared.config._attn_implementation)
         self.tokens()
         return self.held()
 

@@ -57,7 +57,7 @@ class Gaps(NamedTuple):
         """Raise `KVPactError` where an attention does not know of gaps."""
         if attention != "kvpact":
             raise KVPactError(
-                f"the cache let go of tokens, which attention {attention!r} does not know: call "
+                f"attention {attention!r} does not know of tokens that a cache let go of: call "
                 "model.set_attn_implementation('kvpact')"
             )
 
