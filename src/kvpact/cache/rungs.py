@@ -20,7 +20,7 @@ from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
 PIECE = 64
-"""Tokens that are decompressed at a time."""
+"""Tokens in fp32 that are decompressed at a time; in 16 bits there are twice as many."""
 
 Rungs = Sequence[tuple[int, Spec]]
 """From more than so many tokens on, a spec."""
@@ -100,8 +100,9 @@ def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor |
         codec = codec.succeeding(state, first, Context(padding, into.num_sinks))
         store, plan = into.store.made_for(codec), into.plan.for_codec(codec)
         into = into._replace(codec=codec, plan=plan, store=store)
-    for start in range(0, stream.length, PIECE):
-        x = stream.decoded(start, min(start + PIECE, stream.length), padding)
+    size = PIECE * 4 // stream.memory.tensor.element_size()
+    for start in range(0, stream.length, size):
+        x = stream.decoded(start, min(start + size, stream.length), padding)
         into = with_tokens(into, x, padding, seen)
     return into
 
