@@ -18,9 +18,10 @@ before. Longer calls are checked, and refused where they could need more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
@@ -216,7 +217,11 @@ class Planner:
         self.known: dict[tuple[Method, int], StreamFacts] = {}
         for spec in dict.fromkeys(spec for rung in rungs for spec in rung):
             self.known[spec.key, 0], self.known[spec.value, 1] = stream_facts(spec, one)
-        self.parts = [(layer, side) for layer in range(self.layers) for side in (0, 1)]
+        self.facts: dict[Part, list[StreamFacts]] = {}
+        for layer, own in enumerate(zip(*rungs, strict=True)):
+            self.facts[layer, 0] = [self.known[spec.key, 0] for spec in own]
+            self.facts[layer, 1] = [self.known[spec.value, 1] for spec in own]
+        self.parts = list(self.facts)
         self.sensitivity = {part: sensitivity.get(part, 1.0) for part in self.parts}
         order = _spread(self.layers)
         self.turn = {part: (order[part[0]], 1 - part[1]) for part in self.parts}
@@ -225,15 +230,10 @@ class Planner:
         widths = (facts.width for facts in self.known.values())
         self.pieces = 3 * PIECE * batch * geometry.num_kv_heads * 4 * max(widths)
 
-    def facts(self, part: Part, rung: int) -> StreamFacts:
-        """Return what the bytes of a part depend on at a rung."""
-        layer, side = part
-        spec = self.rungs[rung][layer]
-        return self.known[spec.value if side else spec.key, side]
-
     def most(self, part: Part, tokens: int, rung: int | None = None) -> int:
         """Return the most bytes of a part of so many tokens, at a rung or where it is."""
-        return _most(self.facts(part, self.at[part] if rung is None else rung), tokens, *self.shape)
+        rung = self.at[part] if rung is None else rung
+        return _most(self.facts[part][rung], tokens, *self.shape)
 
     def need(self, tokens: int) -> int:
         """Return the bytes that have to be there for all tokens, and to take a next rung."""
@@ -254,26 +254,29 @@ class Planner:
             most = max(most, own + self.pieces * bool(parts))
         return most
 
-    def step(self, tokens: int, before: Mapping[Part, int]) -> Part | None:
-        """Return the part whose next rung costs least per byte; None where all are at the last.
+    def worth(self, part: Part, tokens: int) -> tuple[float, tuple[int, int], Part]:
+        """Return what the next rung of a part costs per byte, its turn among equals, and it."""
+        now, then = self.facts[part][self.at[part] : self.at[part] + 2]
+        saved = self.most(part, tokens) - self.most(part, tokens, self.at[part] + 1)
+        cost = self.sensitivity[part] * (_distortion(then) - _distortion(now))
+        return cost / saved if saved > 0 else inf, self.turn[part], part
+
+    def steps(self, tokens: int) -> Iterator[Part]:
+        """Yield the parts whose next rung costs least per byte; whoever asks takes it.
 
         Unless there is room for `both`, a layer takes one rung at a time.
         """
-        best: tuple[float, Any] = (inf, None)
-        chosen = None
-        for part in self.parts:
-            rung, layer = self.at[part], part[0]
-            if rung + 1 == len(self.rungs):
+        last, taken = len(self.rungs) - 1, set()
+        heap = [self.worth(part, tokens) for part in self.parts if self.at[part] < last]
+        heapify(heap)
+        while heap:
+            part = heappop(heap)[2]
+            if not self.both and part[0] in taken:
                 continue
-            if not self.both and any(self.at[layer, x] != before[layer, x] for x in (0, 1)):
-                continue
-            now, then = self.facts(part, rung), self.facts(part, rung + 1)
-            saved = self.most(part, tokens) - self.most(part, tokens, rung + 1)
-            cost = self.sensitivity[part] * (_distortion(then) - _distortion(now))
-            worth = (cost / saved if saved > 0 else inf), self.turn[part]
-            if chosen is None or worth < best:
-                best, chosen = worth, part
-        return chosen
+            yield part
+            taken.add(part[0])
+            if self.at[part] < last:
+                heappush(heap, self.worth(part, tokens))
 
     def plan(self) -> Schedule:
         """Return the schedule: with room for both parts of a layer where that holds more.
@@ -301,11 +304,12 @@ class Planner:
         while tokens < MOST_TOKENS:
             end = tokens + max(STEP, tokens // STEP // STEP * STEP)
             before, peaks = dict(self.at), dict(self.peaks)
+            steps = self.steps(end)
             while self.need(end + AHEAD) > self.budget:
-                part = self.step(end, before)
+                part = next(steps, None)
                 if part is None:
                     return changes, tokens
-                if tokens and _distortion(self.facts(part, self.at[part])):
+                if tokens and _distortion(self.facts[part][self.at[part]]):
                     own = self.most(part, tokens) + self.most(part, tokens, self.at[part] + 1)
                     self.peaks[part] = max(peaks[part], own + self.pieces)
                 self.at[part] += 1
