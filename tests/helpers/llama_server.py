@@ -6,6 +6,7 @@ import subprocess
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from kvpact.integrations.llama_cpp import programs
@@ -14,10 +15,10 @@ from kvpact.integrations.llama_cpp import programs
 class Server:
     """``llama-server`` with eight sequences; `log` is all that it has printed."""
 
-    def __init__(self, program, model, **variables):
+    def __init__(self, program, model, cells, **variables):
         words = [program, "-m", model, "--host", "127.0.0.1", "--port", 0, "-np", 8, "-c", 8192,
                  "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0", "-t", 2, "--cache-ram", 0,
-                 "-lv", 5]  # fmt: skip
+                 "-lv", 5, cells]  # fmt: skip
         self.log, self.address, ready = [], "", threading.Event()
         self.process = subprocess.Popen(
             [*map(str, words)], env=programs.clean(variables), stdin=subprocess.DEVNULL,
@@ -55,26 +56,28 @@ class Server:
         with urllib.request.urlopen(request, timeout=3600) as answer:
             return json.load(answer)
 
+    def likely(self, prompt, tokens, **options):
+        """Return log-probabilities after a prompt and each token: of the one that follows first."""
+        found = self.ask("/completion", prompt=prompt, n_predict=tokens, temperature=0, n_probs=10,
+                         ignore_eos=True, **options)  # fmt: skip
+        found = [
+            {x["id"]: x["logprob"] for x in (place, *place["top_logprobs"])}
+            for place in found["completion_probabilities"]
+        ]
+        assert len(found) == tokens
+        return found
+
     def complete(self, prompts, tokens):
-        """Return the most likely tokens after each prompt, which all come at once."""
-
-        def one(prompt):
-            options = {"temperature": 0, "ignore_eos": True, "return_tokens": True}
-            found = self.ask("/completion", prompt=prompt, n_predict=tokens, cache_prompt=False,
-                             **options)  # fmt: skip
-            assert len(found["tokens"]) == tokens
-            return found["tokens"]
-
+        """Return what is likely after prompts that come at once, and after the likeliest tokens."""
         with ThreadPoolExecutor(len(prompts)) as clients:
+            one = partial(self.likely, tokens=tokens, cache_prompt=False)
             return list(clients.map(one, prompts))
 
-    def margin(self, prompt, ours, theirs):
-        """Return by how much `theirs` is likelier than `ours` after a prompt, in nats."""
-        found = self.ask("/completion", prompt=prompt, n_predict=1, temperature=0, n_probs=50)
-        likely = {
-            x["id"]: x["logprob"] for x in found["completion_probabilities"][0]["top_logprobs"]
-        }
-        return likely[theirs] - likely[ours]
+    def follow(self, prompts, texts):
+        """Return what is likely before each token of texts behind prompts, one after the other."""
+        pairs = zip(prompts, texts, strict=True)
+        places = [prompt + text[:i] for prompt, text in pairs for i in range(len(text))]
+        return [self.likely(place, 1, id_slot=0)[0] for place in places]
 
     def resident(self):
         """Return the bytes of memory that the process holds."""

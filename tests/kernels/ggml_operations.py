@@ -84,6 +84,7 @@ class Case:
     softcap: float = 0
     inner: bool = True  # a token's heads lie side by side
     threads: int = 1
+    sequences: int = 0  # that share the cells; some are free and hold NaN, and one sequence has one
 
 
 class Operation:
@@ -106,6 +107,14 @@ class Operation:
         self.seen[..., c.tokens // 2 :][..., : c.tokens // 4] = -np.inf  # whole tiles in long ones
         if c.queries > 1:
             self.seen[:, :, c.queries // 2, :] = -np.inf  # a row that sees nothing
+        if c.sequences:
+            cell = np.arange(c.tokens)
+            owner = np.where(cell < c.tokens // 2, cell // 37, cell) % c.sequences
+            owner[(owner == 0) | (rng.random(c.tokens) < 0.1)] = -1
+            owner[-2], self.seen[..., -2] = 0, 0
+            row = np.arange(c.queries) * c.sequences // c.queries
+            self.seen[..., owner != row[:, None]] = -np.inf
+            self.keys[:, :, owner < 0] = self.values[:, :, owner < 0] = 255
         self.sink = rng.standard_normal(heads).astype(np.float32)
 
     def expected(self, coded: bool) -> np.ndarray:
@@ -120,7 +129,7 @@ class Operation:
             rounded = (codes * unit).reshape(q.shape)
         heads = np.arange(c.heads * c.groups)
         at = np.ix_(np.arange(c.streams) // c.shared, heads // c.groups)
-        k, v = numbers(c.k, self.keys), numbers(c.v, self.values)
+        k, v = (np.nan_to_num(numbers(*x)) for x in ((c.k, self.keys), (c.v, self.values)))
         s = rounded @ k[at].swapaxes(-1, -2)
         s *= self.scale
         if c.softcap:
@@ -241,14 +250,41 @@ class Processor:
 SHAPES = [
     {"heads": 2, "groups": 3, "tokens": 300, "queries": 1, "threads": 2},
     {"heads": 1, "groups": 4, "tokens": 17, "queries": 3, "mask": False, "softcap": 2.0},
-    {"heads": 3, "groups": 1, "tokens": 129, "queries": 35, "sinks": True, "inner": False,
-     "threads": 3},
-    {"heads": 2, "groups": 6, "tokens": 577, "queries": 1, "bias": 8.0, "streams": 2, "shared": 2,
-     "threads": 2},
-    {"heads": 1, "groups": 20, "tokens": 64, "queries": 6, "bias": 4.0, "sinks": True,
-     "streams": 2},
+    {
+        "heads": 3,
+        "groups": 1,
+        "tokens": 129,
+        "queries": 35,
+        "sinks": True,
+        "inner": False,
+        "threads": 3,
+    },
+    {
+        "heads": 2,
+        "groups": 6,
+        "tokens": 577,
+        "queries": 1,
+        "bias": 8.0,
+        "streams": 2,
+        "shared": 2,
+        "threads": 2,
+    },
+    {
+        "heads": 1,
+        "groups": 20,
+        "tokens": 64,
+        "queries": 6,
+        "bias": 4.0,
+        "sinks": True,
+        "streams": 2,
+    },
     {"heads": 2, "groups": 1, "tokens": 1, "queries": 2, "mask": False},
     {"heads": 2, "groups": 2, "tokens": 1024, "queries": 75, "threads": 2},
+]
+SERVED = [
+    {"heads": 3, "groups": 3, "tokens": 700, "queries": 8, "sequences": 8, "threads": 2},
+    {"heads": 1, "groups": 4, "tokens": 300, "queries": 75, "sequences": 8, "threads": 2},
+    {"heads": 3, "groups": 3, "tokens": 600, "queries": 1, "streams": 8, "threads": 2},
 ]  # fmt: skip
 WIDTHS = [(64, 64), (96, 32), (32, 160), (256, 128), (576, 512)]
 ODD = [(40, 80), (72, 8), (120, 72)]
@@ -262,6 +298,7 @@ def cases() -> list[Case]:
     for i, k in enumerate(KINDS):
         found.append(Case(k, k, *WIDTHS[i % 5], **SHAPES[-1]))
         found.append(Case(k, k, *WIDTHS[4], **SHAPES[i % 6]))
+        found += [Case(k, NAMES[i - j], *WIDTHS[(i + j) % 4], **x) for j, x in enumerate(SERVED)]
     for i, (k, v) in enumerate(itertools.product(NUMBERS, NUMBERS)):
         found.append(Case(k, v, *ODD[i % 3], **SHAPES[i % 6]))
     return found

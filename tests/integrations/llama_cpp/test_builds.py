@@ -7,8 +7,10 @@ sums. ``-s`` shows the figures.
 import re
 import subprocess
 from importlib.util import find_spec
-from math import hypot
+from itertools import chain
+from math import hypot, inf, sqrt
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from llama_server import Server
@@ -115,29 +117,46 @@ def test_logits_are_as_near_as_llama_cpps_own_are_to_each_other(build, model, ki
         assert ours <= noise + 3 * hypot(error, own)
 
 
-def test_a_server_of_eight_sequences(build):
-    text = book_path().read_text("utf-8")
-    program, model = build["llama-server"], SMOLLM2.files()[0]
-    margins = []
-    with Server(program, model, **environment()) as server:
-        ids = server.ask("/tokenize", content=text)["tokens"]
-        prompts = [ids[i * 500 : (i + 1) * 500] for i in range(32)]
-        ours, resident = [], []
-        for i in range(0, 32, 8):  # 20,000 tokens in all
-            ours += server.complete(prompts[i : i + 8], 125)
+@pytest.mark.parametrize("cells", ["--kv-unified", "--no-kv-unified"])
+def test_a_server_of_eight_sequences(build, cells):
+    place = build["llama-server"], SMOLLM2.files()[0], cells
+    with Server(*place, **environment()) as server:
+        ids = server.ask("/tokenize", content=book_path().read_text("utf-8"))["tokens"]
+        resident = []
+        for i in range(0, 16_000, 4_000):  # 20,000 tokens in all
+            prompts = [ids[i + j : i + j + 500] for j in range(0, 4_000, 500)]
+            found = server.complete(prompts, 125)
             resident.append(server.resident())
         print(f"\nresident: {[x >> 10 for x in resident]} KiB, splits: {server.splits()}")
         assert server.splits() > 1
-        assert resident[-1] - resident[0] < 8 << 20
-    with Server(program, model) as server:
-        theirs = server.complete(prompts[:8], 125)
-        assert server.splits() == 1
-        for prompt, one, other in zip(prompts, ours[:8], theirs, strict=False):
-            at = next((i for i in range(len(one)) if one[i] != other[i]), None)
-            if at is not None:
-                margins.append((at, server.margin(prompt + other[:at], one[at], other[at])))
-    print("where texts part, and by how much the token of the other is likelier, in nats:", margins)
-    assert max((abs(margin) for _, margin in margins), default=0) < 0.5
+        assert resident[-1] - resident[1] < 4 << 20  # two rounds reach what it needs
+    texts = [[next(iter(likely)) for likely in one] for one in found]
+
+    def followed(**variables):
+        with Server(*place, **variables) as server:
+            likely = server.follow(prompts, texts)
+            assert (server.splits() > 1) == bool(variables)
+            return likely
+
+    own = followed()
+
+    def apart(places):
+        """Return by how many nats what is likely differs from llama.cpp's own, rms."""
+        pairs = zip(places, own, strict=True)
+        return sqrt(fmean((x[i] - y[i]) ** 2 for x, y in pairs for i in x.keys() & y.keys()))
+
+    alone, together = apart(followed(**environment())), apart(chain(*found))
+    pairs = zip(own, chain(*texts), strict=True)
+    margins = [x[next(iter(x))] - x.get(token, -inf) for x, token in pairs]
+    print(f"nats from llama.cpp's own, rms: alone {alone:.4f}, together {together:.4f}")
+    print(f"other tokens: {sum(x > 0 for x in margins)}, less likely by up to {max(margins):.3f}")
+    # Where texts part says little: it is where two tokens are about as likely, and what noise adds
+    # there has a tail. So at each of 1,000 tokens the likeliest ten are compared with llama.cpp's
+    # own. A sequence alone shows what rounding does, and eight at once may do no more. Ways to
+    # compute the same (instruction sets, batches, alone or not) differed by 3 percent in that, and
+    # the largest margin of 9,000 places was 5.1 times the rms; other sequences' tokens cost nats.
+    assert together <= 1.1 * alone
+    assert max(margins) <= 8 * alone
 
 
 def test_llama_cpp_python(tmp_path):
