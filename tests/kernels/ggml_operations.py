@@ -157,27 +157,19 @@ class Operation:
         self.kept.append(t)
         return t
 
-    def sources(self) -> list[Tensor | None]:
-        """Return Q, K, V, the mask and the sinks."""
-        c = self.case
-        found = [self.tensor(self.q, "f32", c.dim), self.tensor(self.keys, c.k, c.dim)]
-        found += [self.tensor(self.values, c.v, c.v_dim)]
-        found += [self.tensor(self.seen, "f16", c.tokens) if c.mask else None]
-        sinks = Tensor(type=0, data=self.sink.ctypes.data)
-        sinks.ne[:] = len(self.sink), 1, 1, 1
-        sinks.nb[:] = 4, self.sink.nbytes, self.sink.nbytes, self.sink.nbytes
-        return [*found, sinks if c.sinks else None]
-
     def node(self) -> tuple[Tensor, np.ndarray]:
         """Return the operation as a tensor, and its output, all NaN."""
-        c = self.case
-        out = np.full((c.streams, c.queries, c.heads * c.groups, c.v_dim), np.nan, np.float32)
+        c, heads = self.case, self.case.heads * self.case.groups
+        out = np.full((c.streams, c.queries, heads, c.v_dim), np.nan, np.float32)
         op = self.tensor(out, "f32", c.v_dim)
         op.op, op.flags = 74, 16
         op.params[:3] = self.scale, c.bias, c.softcap
-        for i, source in enumerate(self.sources()):
+        sources = [(self.q, "f32", c.dim), (self.keys, c.k, c.dim), (self.values, c.v, c.v_dim)]
+        sources += [(self.seen, "f16", c.tokens) if c.mask else None]
+        sources += [(self.sink.reshape(1, 1, 1, -1), "f32", heads) if c.sinks else None]
+        for i, source in enumerate(sources):
             if source is not None:
-                op.src[i] = ctypes.pointer(source)
+                op.src[i] = ctypes.pointer(self.tensor(*source))
         return op, out
 
 
@@ -216,34 +208,23 @@ class Library:
 class Processor:
     """The same operations by ggml's CPU backend."""
 
+    class Params(ctypes.Structure):
+        """What memory a graph has."""
+
+        _fields_ = (("size", ctypes.c_size_t), ("buffer", POINTER), ("no_alloc", ctypes.c_bool))
+
     def __init__(self, path: str) -> None:
         self.lib = ctypes.CDLL(path)
-        for name in ("ggml_init", "ggml_flash_attn_ext", "ggml_new_graph"):
-            getattr(self.lib, name).restype = ctypes.c_void_p
+        self.lib.ggml_init.restype = self.lib.ggml_new_graph.restype = POINTER
 
     def __call__(self, operation: Operation) -> np.ndarray:
         """Compute an operation."""
-        lib, c, pointer = self.lib, operation.case, ctypes.c_void_p
-
-        class Params(ctypes.Structure):
-            _fields_ = (("size", ctypes.c_size_t), ("buffer", pointer), ("no_alloc", ctypes.c_bool))
-
-        context = pointer(lib.ggml_init(Params(1 << 26, None, False)))
-        sources = [ctypes.byref(s) if s is not None else None for s in operation.sources()]
-        options = [ctypes.c_float(x) for x in (operation.scale, c.bias, c.softcap)]
-        op = pointer(lib.ggml_flash_attn_ext(context, *sources[:4], *options))
-        lib.ggml_flash_attn_ext_add_sinks(op, sources[4])
-        graph = pointer(lib.ggml_new_graph(context))
-        lib.ggml_build_forward_expand(graph, op)
-        assert lib.ggml_graph_compute_with_ctx(context, graph, 1) == 0
-        made = ctypes.cast(op, ctypes.POINTER(Tensor)).contents
-        shape = (c.streams, c.queries, c.heads * c.groups, c.v_dim)
-        count = int(np.prod(shape))
-        out = np.ctypeslib.as_array(
-            ctypes.cast(made.data, ctypes.POINTER(ctypes.c_float)), (count,)
-        )
-        out = out.reshape(shape).copy()
-        lib.ggml_free(context)
+        op, out = operation.node()
+        context = POINTER(self.lib.ggml_init(self.Params(1 << 26, None, False)))
+        graph = POINTER(self.lib.ggml_new_graph(context))
+        self.lib.ggml_build_forward_expand(graph, ctypes.byref(op))
+        assert self.lib.ggml_graph_compute_with_ctx(context, graph, 1) == 0
+        self.lib.ggml_free(context)
         return out
 
 
