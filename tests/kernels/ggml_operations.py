@@ -231,42 +231,20 @@ class Processor:
 SHAPES = [
     {"heads": 2, "groups": 3, "tokens": 300, "queries": 1, "threads": 2},
     {"heads": 1, "groups": 4, "tokens": 17, "queries": 3, "mask": False, "softcap": 2.0},
-    {
-        "heads": 3,
-        "groups": 1,
-        "tokens": 129,
-        "queries": 35,
-        "sinks": True,
-        "inner": False,
-        "threads": 3,
-    },
-    {
-        "heads": 2,
-        "groups": 6,
-        "tokens": 577,
-        "queries": 1,
-        "bias": 8.0,
-        "streams": 2,
-        "shared": 2,
-        "threads": 2,
-    },
-    {
-        "heads": 1,
-        "groups": 20,
-        "tokens": 64,
-        "queries": 6,
-        "bias": 4.0,
-        "sinks": True,
-        "streams": 2,
-    },
+    {"heads": 3, "groups": 1, "tokens": 129, "queries": 35, "sinks": True, "inner": False,
+     "threads": 3},
+    {"heads": 2, "groups": 6, "tokens": 577, "queries": 1, "bias": 8.0, "streams": 2, "shared": 2,
+     "threads": 2},
+    {"heads": 1, "groups": 20, "tokens": 64, "queries": 6, "bias": 4.0, "sinks": True,
+     "streams": 2},
     {"heads": 2, "groups": 1, "tokens": 1, "queries": 2, "mask": False},
     {"heads": 2, "groups": 2, "tokens": 1024, "queries": 75, "threads": 2},
-]
+]  # fmt: skip
 SERVED = [
     {"heads": 3, "groups": 3, "tokens": 700, "queries": 8, "sequences": 8, "threads": 2},
     {"heads": 1, "groups": 4, "tokens": 300, "queries": 75, "sequences": 8, "threads": 2},
     {"heads": 3, "groups": 3, "tokens": 600, "queries": 1, "streams": 8, "threads": 2},
-]  # fmt: skip
+]
 WIDTHS = [(64, 64), (96, 32), (32, 160), (256, 128), (576, 512)]
 ODD = [(40, 80), (72, 8), (120, 72)]
 
