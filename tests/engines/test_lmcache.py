@@ -180,6 +180,35 @@ def test_a_second_engine_loads_chunks_and_computes_damaged_ones(
         assert engine.ask("forget")
 
 
+def test_chunks_of_a_calibrated_trellis_are_loaded_with_the_same_calibration_alone(
+    start_vllm, toy, calibrated, tmp_path
+):
+    def serve(seed):
+        """What an engine computes or loads at first, what it loads later, and the counts."""
+        calibration = str(calibrated(toy, seed=seed))
+        serde = {**SERDE, "spec": "trellis:bits=4", "calibration": calibration}
+        with (
+            LMCacheServer((tmp_path, serde)) as server,
+            start_vllm(model=toy, kv_transfer_config=server.for_vllm, **OPTIONS) as engine,
+        ):
+            first = ask(engine, "whole")
+            (counts,) = server.written(lambda c: c[0]["stored"] + c[0]["loaded"] >= whole)
+            server.forget()
+            assert engine.ask("forget")
+            return first, ask(engine, "whole"), counts, server.counts()[0]
+
+    whole = CHUNKS["whole"]
+    computed, loaded, before, after = serve(0)
+    assert (before["stored"], before["loaded"], after["loaded"]) == (whole, 0, whole)
+    assert before["stored_bytes"] < 0.2 * before["given_bytes"]  # of fp32
+    found, again, before, after = serve(0)
+    assert (found, again) == (loaded, loaded)
+    assert (before["stored"], after["loaded"], after["mismatched"]) == (0, 2 * whole, 0)
+    other, _, before, _ = serve(1)
+    assert other == computed
+    assert (before["loaded"], before["damaged"]) == (0, 0) and before["mismatched"] > 0
+
+
 def test_a_method_whose_bytes_are_not_known_before_is_refused_at_start(tmp_path):
     server = LMCacheServer((tmp_path, {**SERDE, "spec": "vq", "cpu_block_size": 0}))
     assert not server.answered
