@@ -121,6 +121,15 @@ def test_what_is_not_there_is_told(calibration):
     assert cache.entry(0).codecs is not None and cache.entry(1).codecs is None
 
 
+def test_states_of_other_blocks_are_told():
+    wide = LayerTokens(*(random_tokens(2, 2, 256, 64, seed=i).abs() for i in range(3)))
+    held = Calibration({0: calibrate_layer(wide, [parse_spec("trellis:bits=4")])})
+    geometry = CacheGeometry(1, 2, 64)
+    assert create_cache("trellis:bits=5", geometry, calibration=held).entry(0).codecs[0].ready
+    with pytest.raises(FormatError, match=r"K of layer 0 .*deviation.*run kvpact calibrate"):
+        create_cache("trellis:bits=6", geometry, calibration=held)
+
+
 def test_layers_are_chosen_in_order(calibration):
     chosen = calibration.select([1, 5, 0])
     assert sorted(chosen.layers) == [0, 2]

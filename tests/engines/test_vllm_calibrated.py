@@ -116,10 +116,16 @@ def test_engines_share_prefixes_of_the_same_calibration_alone(
     assert found == right
 
 
-@pytest.mark.parametrize("spec", [SPEC, ALONE, "turboquant:bits=4,sinks=0"])
-def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, toy, known, spec):
-    """Each rank has one of two heads; over the other one's states the numbers would be others."""
+@pytest.mark.parametrize(
+    ("spec", "heads"), [(SPEC, 2), (ALONE, 2), ("turboquant:bits=4,sinks=0", 2), (SPEC, 1)]
+)
+def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, make_toy, calibrated, spec, heads):
+    """Each rank has one of two heads; over the other one's states the numbers would be others.
+
+    Ranks that share one head, because the model has no more, hold all of its states.
+    """
     learns = spec != "turboquant:bits=4,sinks=0"
+    known = calibrated(toy := make_toy(num_key_value_heads=heads))
     options = {
         "model": toy,
         **OPTIONS,
@@ -136,10 +142,28 @@ def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, toy, known, spec)
         f"{spec}: {float(error.median()):.2e} nats in the median, {float(error.max()):.2e} at most"
     )
     assert float(error.median()) < 1e-4
-    if learns:
+    if learns and heads == 2:
         options["env"] = named(swapped(known))
         other = torch.tensor(run_vllm(spec, **options)["forced"][0])
         assert float((other - right).abs().median()) > 1e-3
+
+
+def test_two_ranks_share_prefixes_of_the_same_calibration_alone(
+    run_vllm, toy, known, calibrated, tmp_path
+):
+    options = {"model": toy, **OPTIONS, **sharing(tmp_path / "store")}
+    requests = [[[ids(450, seed=3)], 16]]
+
+    def serve(calibration, greedy):
+        two = {"tensor_parallel_size": 2, "processes": True, "env": named(calibration)}
+        answer = run_vllm(SPEC, greedy=greedy, **two, **options)
+        return answer["greedy"][-1], answer["metrics"]["vllm:kvpact_loaded_tokens"]
+
+    # What the first engine answers at last comes from its own pages.
+    right, loaded = serve(known, requests * 2)
+    assert loaded == 0
+    assert serve(calibrated(toy, seed=1), requests)[1] == 0
+    assert serve(known, requests) == (right, 2 * 3 * 128)
 
 
 def swapped(path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.calibration import files
-from kvpact.errors import SpecError
+from kvpact.errors import FormatError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Method, make_codec
@@ -100,6 +100,8 @@ class Calibration:
         ------
         SpecError
             A method learns, and what it learns is not here; no layer has that shape.
+        FormatError
+            What is here of it is no state of its codec, which may be one of other bits.
         """
         shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
         keys = geometry.head_dim > 0  # a cache without them takes what was learnt of V
@@ -133,7 +135,16 @@ class Calibration:
                 f"the calibration has nothing of {method.learnt_name()!r} for {side.upper()} of "
                 f"layer {layer} (it has {there}): run kvpact calibrate with --spec for this spec"
             )
-        return known[method.learnt_name()]
+        state = known[method.learnt_name()]
+        try:
+            codec.restore(state)
+        except FormatError as error:
+            raise FormatError(
+                f"the calibration has another state of {method.learnt_name()!r} for {side.upper()} "
+                f"of layer {layer} ({error}); at 6 bits `trellis` learns another one than at "
+                "fewer: run kvpact calibrate with --spec for this spec"
+            ) from error
+        return state
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file (safetensors with checksums): whole, or with an `OSError` not at all."""
