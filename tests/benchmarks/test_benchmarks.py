@@ -182,6 +182,7 @@ def test_a_fixed_cost_is_linear_and_a_square_is_not(module):
     assert line({str(n): [1e-7 * n**1.2] for n in contexts})["off_line"] > 0.15
 
 
+@pytest.mark.slow
 def test_a_real_model(run, model_folder, tmp_path):
     names = ("DynamicCache, fp32", "turboquant:bits=4, fp32")
     size = ("--tokens", 600, "--rounds", 2, "--threads", 1, "--only", *names)

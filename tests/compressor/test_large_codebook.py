@@ -58,6 +58,7 @@ def test_memory_is_bounded(monkeypatch):
     assert 0 < largest[0] <= module._CHUNK
 
 
+@pytest.mark.slow
 def test_large_codebooks_start_where_tokens_are():
     x = torch.cat([normal(20_000, 2), normal(4000, 2) + 100])
     words = kmeans(x, 5000, torch.Generator().manual_seed(0), steps=3)
@@ -93,6 +94,7 @@ def test_65536_words_end_to_end():
         assert found == pytest.approx(lost, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_too_few_tokens_are_made_up_for():
     """One token gives 16 sub-vectors for 1,024 words: N(0, 1) ones stand in, so others do well."""
     codec = VectorQuantization(codebook_size=1024).key_codec(64, torch.float32)

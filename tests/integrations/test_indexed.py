@@ -179,6 +179,7 @@ NEVER |= {"encoder_outputs", "grid_thw", "reverse"}
 """The walk takes one of two classes in a variable for the other: these have a taker on the way."""
 
 
+@pytest.mark.slow
 def test_every_argument_that_models_pass_to_attention_is_classified():
     known = attention.HONOURED | attention.HARMLESS
     assert not known & (REFUSED | NEVER)
