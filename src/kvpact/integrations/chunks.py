@@ -91,7 +91,7 @@ class ChunkFormat(Generic[Where]):
                 raise SpecError(
                     f"spec={text!r}: the method of {side} {reason}; take 'turboquant', "
                     "'int', 'fp8', 'kivi', 'kvarn', 'none' or "
-                    "'trellis:center=0,first=false,weights=false,blocks=false', or in LMCache "
+                    "'trellis:center=0,first=false,weights=false,blocks=false', or "
                     "'trellis' with a calibration"
                 )
         return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]

@@ -117,7 +117,7 @@ def test_methods_that_a_calibration_does_not_help_are_refused(file, spec, reason
 
 def test_a_serde_reads_the_file_that_its_options_name(file, tmp_path, x):
     options = {"spec": SPECS[0], "head_dim": DIM}
-    with pytest.raises(SpecError, match="or in LMCache 'trellis' with a calibration"):
+    with pytest.raises(SpecError, match="or 'trellis' with a calibration"):
         Served().make(options)
     with pytest.raises(SpecError, match="calibration=4 should be the path of a file"):
         Served().make({**options, "calibration": 4})

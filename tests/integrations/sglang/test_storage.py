@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SpecError
 from kvpact.integrations.sglang.pages import PageLayout
+from kvpact.spec import parse_spec
 from kvpact.testing.held import same_bytes
 
 LAYERS, HEADS, TOKENS, DIM = 3, 2, 64, 32
@@ -145,6 +147,32 @@ def test_pages_come_back_in_every_layout(storage, x, layout):
     }  # fmt: skip
 
 
+def test_pages_of_a_calibrated_trellis_are_those_of_the_same_calibration_alone(
+    storage, x, tmp_path
+):
+    def made(seed, heads=HEADS, **options):
+        generator = torch.Generator().manual_seed(seed)
+        layers = {}
+        for layer in range(LAYERS):
+            k = torch.randn(1, heads, 128, DIM, generator=generator) + layer
+            layers[layer] = calibrate_layer(LayerTokens(k, k, k.square()), [parse_spec("trellis")])
+        path = tmp_path / f"{seed}.kvcal"
+        Calibration(layers).save(path)
+        given = {"spec": "trellis:bits=4", "store": "memory://", "calibration": str(path)}
+        return backend(storage, kvpact=given, **options)
+
+    one = made(0)
+    same, other = made(0, store=one.store), made(1, store=one.store)
+    assert one.set("a", flat(x)) and same.exists("a") and not other.exists("a")
+    assert other.set("a", flat(x)) and len(one.store) == 2
+    found, place = (torch.full((x.numel(),), torch.nan).half() for _ in range(2))
+    assert same.get("a", found) is found and other.get("a", place) is place
+    assert 0.05 < (found - flat(x)).float().norm() / x.float().norm() < 0.11
+    assert not torch.equal(found, place)
+    with pytest.raises(SpecError, match="a part of its heads or layers"):
+        made(2, heads=4)
+
+
 def test_layouts_share_pages(storage, x):
     one = backend(storage)
     other = backend(storage, store=one.store, own=pool("page_head"))
@@ -206,6 +234,10 @@ def test_a_store_that_is_gone_raises_nothing(storage, x):
         ({"interface_v1": 1}, SpecError, "leave it out"),
         ({"model": None}, SpecError, "no name of the model"),
         ({"kvpact": {"spec": "trellis:bits=4", "store": "memory://"}}, SpecError, "learns from"),
+        ({"kvpact": {"spec": "trellis", "store": "memory://", "calibration": 4}}, SpecError,
+         "the path of a file"),
+        ({"kvpact": {"spec": "trellis", "store": "memory://", "calibration": "none"}}, SpecError,
+         "can't be read"),
         ({"own": pool("page_last")}, GeometryError, "take layer_first, page_first"),
         ({"own": pool(v_head_dim=16)}, GeometryError, "unlike widths"),
         ({"own": pool(page_size=1)}, GeometryError, "larger --page-size"),

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -34,14 +35,14 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     Parameters
     ----------
     storage_config : HiCacheStorageConfig
-        SGLang's; its `extra_config` has ``kvpact``: ``spec``, ``store`` (a URL of `open_store`) and
-        options of the store.
+        SGLang's; its `extra_config` has ``kvpact``: ``spec``, ``store`` (a URL of `open_store`),
+        ``calibration`` (a file, for specs that learn) and options of the store.
     options : mapping, optional
         What SGLang gives backends beside it; not used.
 
     Raises
     ------
-    SpecError, StoreError
+    SpecError, StoreError, FormatError, IntegrityError
         What the configuration asks for can't be had.
     """
 
@@ -57,18 +58,21 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if not storage_config.model_name:
             raise SpecError("SGLang gave no name of the model, and pages are told apart by it")
         self._owner = [str(getattr(storage_config, name)) for name in _SIDES]
-        self._spec = given["spec"]
+        self._spec, self._calibration = given["spec"], given.get("calibration")
+        if not isinstance(self._calibration, str | None):
+            raise SpecError(f"calibration={self._calibration!r} should be the path of a file")
         self._chunks: ChunkFormat[PageLayout] | None = None
         self._place = ""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        rest = {name: value for name, value in given.items() if name not in ("spec", "store")}
+        ours = ("spec", "store", "calibration")
+        rest = {name: value for name, value in given.items() if name not in ours}
         self.store: Store = open_store(given["store"], **rest)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the pool whose pages these are. Raises a `KVPactError` that says what to do."""
         layout = PageLayout.of(mem_pool_host)
-        chunks = ChunkFormat(self._spec, layout)
+        chunks = ChunkFormat(self._spec, layout, self._calibration)
         packed = chunks.nbytes([((layout.numbers,), mem_pool_host.dtype)])
         exact = layout.numbers * mem_pool_host.dtype.itemsize
         if packed >= exact:
@@ -78,6 +82,8 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             )
         sizes = (layout.layers, layout.heads, layout.tokens, layout.head_dim)
         about = [*self._owner, str(chunks.spec), str(mem_pool_host.dtype), str(sizes)]
+        if self._calibration is not None:
+            about.append(hashlib.blake2b(Path(self._calibration).read_bytes()).hexdigest())
         self._chunks, self._place = chunks, _digest(8, about)
         super().register_mem_pool_host(mem_pool_host)
         logger.info("kvpact stores %s: %s bytes of %s", chunks, packed, exact)
