@@ -4,6 +4,7 @@ import pytest
 from commands import bad, passed
 
 from kvpact import Calibration, Snapshot
+from kvpact.cli.calibrate import rows_of
 from kvpact.data import book_path
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, and so on."
@@ -26,6 +27,25 @@ def test_a_file_is_written(calibrated):
     held = Calibration.load(calibrated)
     assert held.tokens == 600 and held.model
     assert all(sorted(layer.v) == ["pca/1"] for layer in held.layers.values())
+
+
+def test_every_piece_of_a_text_begins_as_texts_do():
+    class Words:
+        bos_token_id = 7
+
+        def __init__(self, front):
+            self.front = front
+
+        def __call__(self, text, max_length, **_):
+            return {"input_ids": [*self.front, *map(int, text.split())][:max_length]}
+
+    texts = [("a", " ".join(map(str, range(10, 4510)))), ("b", " ".join(map(str, range(9000))))]
+    rows = rows_of(Words([7]), texts, 8192)
+    assert [len(row) for row in rows] == [2048] * 4
+    assert all(row[0] == 7 for row in rows)
+    assert rows[0][1] == 10 and rows[1][1] == 10 + 2047 and rows[3][1] == 2047
+    bare = rows_of(Words([]), texts, 8192)
+    assert [int(row[0]) for row in bare] == [10, 10 + 2048, 0, 2048]
 
 
 def test_eval_takes_it(calibrated, model_folder):

@@ -73,7 +73,11 @@ def calibrate_command(
 
 
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
-    """Return equal pieces of texts, as much of each: at most `tokens` tokens in all."""
+    """Return equal pieces of texts, as much of each: at most `tokens` tokens in all.
+
+    A token that the tokenizer puts in front of texts is in front of each piece, too: what is learnt
+    of the first key is of that token, which may draw much of the attention.
+    """
     import torch
 
     from kvpact.evaluate.feed import first_tokens
@@ -88,4 +92,10 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
             f"texts; every text has to give {LEAST_TOKENS} or more"
         )
     length = min(len(one) // -(-len(one) // ROW) for one in ids)
-    return [part for one in ids for part in torch.split(one, length) if len(part) == length]
+    rows = []
+    for one in ids:
+        front = one[: int(one[0] == tokenizer.bos_token_id)]
+        size = length - len(front)
+        parts = torch.split(one[len(front) :], size)
+        rows += [torch.cat([front, part]) for part in parts if len(part) == size]
+    return rows

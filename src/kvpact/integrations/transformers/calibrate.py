@@ -41,8 +41,9 @@ def calibrate(
     model : PreTrainedModel
         A decoder; left as it was.
     texts : sequence of Tensor
-        int64 ``[N]`` token ids; each is cut to the shortest one's length. Some 4,000 tokens in all
-        are enough for `pca`, of another kind than the texts to come if these are not known.
+        int64 ``[N]`` token ids, each beginning as prompts do (with the tokenizer's first token,
+        which may draw much of the attention); each is cut to the shortest one's length. Some 4,000
+        tokens in all are enough, of another kind than the texts to come if these are not known.
     specs : sequence of Spec
         Those that learn nothing are left out.
     progress : callable, optional
