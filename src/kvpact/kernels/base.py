@@ -154,7 +154,8 @@ class StepRunner(ABC):
         self.sources = (call.view.k.source, call.view.v.source)
         self._device = call.q.get_device()
         self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
-        self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
+        # How far rows lie apart is seen anew at each step.
+        self._row_like = [(shape[1:], stride[1:], dtype) for shape, stride, dtype in self._like]
 
     def fits(
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
@@ -173,7 +174,7 @@ class StepRunner(ABC):
         """Whether both were made for calls that are alike, but for their slots."""
         if self is other:
             return True
-        if not isinstance(other, type(self)) or self._like != other._like:
+        if not isinstance(other, type(self)) or self._row_like != other._row_like:
             return False
         return self.config is other.config or _equal(self.config, other.config)
 
@@ -198,9 +199,12 @@ class StepRunner(ABC):
         """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
         if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
             return False
-        shape = like[0] if rows is None else (rows, *like[0])
+        shape, stride, dtype = like
+        first = 0 if rows is None else 1
+        if rows is not None:
+            shape = (rows, *shape)
         try:
-            return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
+            return x.shape == shape and x.stride()[first:] == stride and x.dtype is dtype
         except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
             return False
 

@@ -84,6 +84,37 @@ def test_mixed_batches_of_mla_latents_are_a_contiguous_cache(text, dtype):
     check_mixed_batches(make_layer(text, 1, rank, dtype, 16, fill=0xA5, rope=rope), *sequences)
 
 
+@pytest.mark.parametrize(
+    "text", ["turboquant:bits=4,sinks=0,window=0", "turboquant:bits=4,sinks=0"]
+)
+def test_the_same_runners_take_rows_that_lie_apart(text):
+    """Rows side by side are read where they lie, in one tensor with q; others are gathered."""
+    q, k, v = tokens(71, 3)
+    beside = torch.cat([x.flatten(1) for x in (q, k, v)], 1).split(
+        [x[0].numel() for x in (q, k, v)], 1
+    )
+    views = [x.unflatten(1, (-1, DIM)) for x in beside]
+    a, b = (9, 2), (0, 15)
+    layer, right = make(text), make(text)
+    runners = []
+    for start, rows in (
+        (0, [Row(0, 30, 0, a[:1]), Row(30, 60, 0, b[:1])]),
+        (60, [Row(0, 1, 30, a[:1]), Row(1, 2, 30, b[:1])]),
+        (62, [Row(0, 1, 31, a[:1]), Row(1, 4, 0, (5,)), Row(4, 5, 31, b[:1])]),
+        (67, [Row(0, 1, 32, a), Row(1, 2, 32, b)]),
+    ):
+        end, outs = start + rows[-1].end, []
+        for one, given in ((layer, views), (right, (q, k, v))):
+            batch = [x[start:end] for x in given]
+            outs.append(torch.full(batch[0].shape, torch.nan, dtype=torch.bfloat16))
+            one.step(rows, *batch, outs[-1], SCALE)
+        assert torch.equal(*outs)
+        runners.append(layer._runners)
+    assert torch.equal(layer.pages, right.pages)
+    assert not runners[0] and runners[1]
+    assert all(x is y for x, y in zip(runners[1], runners[2], strict=True))
+
+
 @pytest.mark.parametrize("text", SPECS)
 def test_tokens_written_again_replace_those_behind_them(text):
     layer, fresh = make(text), make(text)

@@ -81,8 +81,6 @@ class CpuStep(StepRunner):
         many = made.query_rows >= native.many_rows(library, call)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
-        out_row = math.prod(self._out[1:]) * _F32.itemsize
-        self._apart = (*(x.stride(0) * x.itemsize for x in (call.k, call.v, call.q)), out_row)
 
     def over(self, view: LayerView) -> CpuStep | None:
         """Return one for another layer: of the arguments, where its slots and sinks lie differs."""
@@ -124,6 +122,8 @@ class CpuStep(StepRunner):
         """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
         out = native.new_output(len(rows) * self._out[0], *self._out[1:])
         k_at, v_at, q_at, out_at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        k_row, v_row, q_row = (x.stride(0) * x.itemsize for x in (k, v, q))
+        out_row = math.prod(self._out[1:]) * _F32.itemsize
         threads, args = torch.get_num_threads(), []
         for runner, held, k_tokens, v_tokens in rows:
             assert isinstance(runner, CpuStep)
@@ -131,7 +131,6 @@ class CpuStep(StepRunner):
                 return None
             stored = (*_append(k_tokens, held, k_at), *_append(v_tokens, held, v_at))
             args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
-            k_row, v_row, q_row, out_row = self._apart
             k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
         if not run_steps(self._library, args):
             return None
