@@ -31,19 +31,20 @@ def test_a_file_is_written(calibrated):
 
 def test_every_piece_of_a_text_begins_as_texts_do():
     class Words:
-        bos_token_id = 7
-
         def __init__(self, front):
             self.front = front
 
-        def __call__(self, text, max_length, **_):
-            return {"input_ids": [*self.front, *map(int, text.split())][:max_length]}
+        def __call__(self, text, max_length=None, **_):
+            ids = [*self.front, *map(int, text.split())][:max_length]
+            return {"input_ids": ids if text else [*ids, 2]}
 
     texts = [("a", " ".join(map(str, range(10, 4510)))), ("b", " ".join(map(str, range(9000))))]
     rows = rows_of(Words([7]), texts, 8192)
     assert [len(row) for row in rows] == [2048] * 4
     assert all(row[0] == 7 for row in rows)
     assert rows[0][1] == 10 and rows[1][1] == 10 + 2047 and rows[3][1] == 2047
+    two = rows_of(Words([7, 8]), texts, 8192)
+    assert all(row[:2].tolist() == [7, 8] for row in two) and two[1][2] == 10 + 2046
     bare = rows_of(Words([]), texts, 8192)
     assert [int(row[0]) for row in bare] == [10, 10 + 2048, 0, 2048]
 

@@ -75,8 +75,8 @@ def calibrate_command(
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
     """Return equal pieces of texts, as much of each: at most `tokens` tokens in all.
 
-    A token that the tokenizer puts in front of texts is in front of each piece, too: what is learnt
-    of the first key is of that token, which may draw much of the attention.
+    What the tokenizer puts in front of texts is in front of each piece, too: what is learnt of the
+    first key is of that token, which may draw much of the attention.
     """
     import torch
 
@@ -92,9 +92,10 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
             f"texts; every text has to give {LEAST_TOKENS} or more"
         )
     length = min(len(one) // -(-len(one) // ROW) for one in ids)
-    rows = []
+    rows, empty = [], tokenizer("")["input_ids"]
     for one in ids:
-        front = one[: int(one[0] == tokenizer.bos_token_id)]
+        same = [int(x) == y for x, y in zip(one, empty, strict=False)]
+        front = one[: [*same, False].index(False)]  # behind it there may be a token of the end
         size = length - len(front)
         parts = torch.split(one[len(front) :], size)
         rows += [torch.cat([front, part]) for part in parts if len(part) == size]

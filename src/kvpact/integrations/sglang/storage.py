@@ -42,7 +42,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     Raises
     ------
-    SpecError, StoreError, FormatError, IntegrityError
+    SpecError, StoreError
         What the configuration asks for can't be had.
     """
 
