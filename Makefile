@@ -22,7 +22,8 @@ export OMP_WAIT_POLICY ?= passive
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(PY) $(IN_PARALLEL)
 
 # vLLM pins what it needs, so it has an environment of its own.
 ENGINES := .venv-vllm
@@ -57,7 +58,7 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
 	@command -v redis-server >/dev/null || echo "redis-server is not there, its tests are left out (Debian: apt-get install redis-server)"
 	@rm -rf build/wheel && $(EPIP) wheel --no-deps -w build/wheel .
-	@OMP_NUM_THREADS=1 $(EPY) -m pytest -m engine -o timeout=1800 -rs tests/engines
+	@OMP_NUM_THREADS=1 $(EPY) $(IN_PARALLEL) -m engine -o timeout=1800 -rs tests/engines
 
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
 	@OMP_NUM_THREADS=1 $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)

@@ -8,10 +8,13 @@ SPEC = "turboquant:bits=4,sinks=0"
 
 
 @pytest.mark.parametrize(("dim", "times"), [(64, 3.4), (128, 3.6)])
-def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy, dim, times):
+def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
+    run_vllm, make_toy, by_name, dim, times
+):
     options = {"model": make_toy(dim), "dtype": "bfloat16", "max_model_len": 512}
     prompt = ids(300, seed=1)
-    own, mine = (run_vllm(spec, forced=[prompt], **options) for spec in (None, SPEC))
+    own = run_vllm(forced=[prompt], **options)
+    mine = run_vllm(SPEC, forced=[prompt], **by_name, **options)
     assert mine["capacity"] >= times * own["capacity"]
     assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
     assert f"as {SPEC}: " in mine["log"]
@@ -27,6 +30,12 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy,
         error, most = (float((x - right).square().mean().sqrt()) for x in (ours, theirs))
         print(f"{error:.6f} nats rms by kvpact's kernels, {most:.6f} by vLLM's")
         assert 0 < error <= 1.1 * most
+
+
+def test_the_name_of_its_pages_without_a_spec_is_refused_by_vllm(run_vllm, toy):
+    log = run_vllm(fails=True, model=toy, max_model_len=512, kv_cache_dtype="kvpact")["log"]
+    assert "ValidationError" in log
+    assert "cache_dtype" in log
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,15 @@ class Other:
     """What it gives others."""
 
 
-def layer(backend=Plain, window=None, heads=2):
+def layer(backend=Plain, window=None, heads=2, kv_cache_dtype="auto"):
     return SimpleNamespace(
         attn_backend=backend,
         sliding_window=window,
         num_kv_heads=heads,
         head_size=64,
         head_size_v=64,
-        kv_cache_torch_dtype=torch.bfloat16,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_torch_dtype=torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8,
     )
 
 
@@ -47,7 +48,7 @@ def give(layers, specs):
     def stored(kind, spec):
         return spec if kind is Plain else (kind, spec)
 
-    give_backends(layers, Plain, specs, stored, lambda most: f"at most {most}")
+    give_backends(layers, Plain, specs, stored, lambda most: f"at most {most}", torch.bfloat16)
     return {name: getattr(one, "attn_backend", None) for name, one in layers.items()}
 
 
@@ -78,6 +79,13 @@ def test_layers_with_a_window_know_the_largest_token_beside_them():
 def test_what_was_given_stays_and_other_kinds_keep_their_kind():
     layers = {"a": layer(Kind), "b": layer(Stored), "c": layer(Stored, window=8)}
     assert list(give(layers, [FOUR]).values()) == [(Kind, FOUR), Stored, Stored]
+
+
+def test_layers_of_kvpacts_dtype_have_the_models_from_then_on():
+    layers = {"a": layer(kv_cache_dtype="kvpact"), "b": layer(window=8, kv_cache_dtype="kvpact")}
+    assert list(give(layers, [FOUR]).values()) == [FOUR, "at most 136"]
+    for one in layers.values():
+        assert (one.kv_cache_dtype, one.kv_cache_torch_dtype) == ("auto", torch.bfloat16)
 
 
 def test_a_single_spec_asks_for_no_numbers():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
-from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs
+from kvpact.integrations.vllm.dtype import register_dtype
+from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs, require
 from kvpact.integrations.vllm.setting import SETTING, refuse, served, served_specs
 from kvpact.recipe import is_recipe
 
@@ -40,6 +41,7 @@ def register() -> None:
         return
     if not is_recipe(text):
         served_specs(1)
+    check_needs(NEEDS)
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -55,11 +57,15 @@ def register() -> None:
             f"vLLM runs on {current_platform.device_name or 'an unknown device'}, kvpact's plug-in "
             f"on CPUs and CUDA devices; unset {SETTING} to run with vLLM's own cache"
         )
-    check_needs({**NEEDS, **ON_CPU} if on_cpu else NEEDS)
-    for name, member in AttentionBackendEnum.__members__.items():
+    if on_cpu:
+        check_needs(ON_CPU)
+    places = AttentionBackendEnum.__members__
+    require([f"AttentionBackendEnum.{name}" for name in taken if name not in places])
+    for name, member in places.items():
         if name in taken:
             register_backend(member, f"{__name__}.{taken[name]}")
         elif "MLA" in name:
             register_backend(member, f"{__name__}.latents.OtherLatentBackend")
         elif member.value and name != "NO_ATTENTION" and not on_cpu:
             register_backend(member, f"{__name__}.cuda.OtherBackend")
+    register_dtype()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from kvpact.formats import TILE
 from kvpact.integrations.calibrated import NOTHING, Learnt
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.damage import watch_of
+from kvpact.integrations.vllm.dtype import DTYPE, TAKEN
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import (
@@ -47,22 +49,16 @@ from kvpact.spec import Spec
 logger = init_logger(f"vllm.{__name__}")
 
 
-def _impl(
-    num_heads: int,
-    head_size: int,
-    scale: float,
-    num_kv_heads: int | None = None,
-    alibi_slopes: list[float] | None = None,
-    sliding_window: int | None = None,
-    *others: Any,
-    **named: Any,
-) -> AttentionImpl[Any]:
+def _impl(*given: Any, **named: Any) -> AttentionImpl[Any]:
     """Return what computes a layer on a CPU: vLLM's own where it has a sliding window."""
+    options = signature(KVPactImpl).bind(*given, **named).arguments
+    if options.get("sliding_window") is None:
+        return KVPactImpl(**options)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    kind = KVPactImpl if sliding_window is None else CPUAttentionBackendImpl
-    heads = (num_kv_heads, alibi_slopes, sliding_window)
-    return kind(num_heads, head_size, scale, *heads, *others, **named)
+    if options.get("kv_cache_dtype") == DTYPE:
+        options["kv_cache_dtype"] = "auto"
+    return CPUAttentionBackendImpl(**options)
 
 
 class KVPactBackend(AttentionBackend):
@@ -80,7 +76,7 @@ class KVPactBackend(AttentionBackend):
     latent: ClassVar[bool] = False
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(TAKEN)
 
     @classmethod
     def get_name(cls) -> str:
@@ -169,13 +165,13 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         ):
             if given is not None:
                 refuse(what)
-        if kv_cache_dtype != "auto":
+        if kv_cache_dtype not in TAKEN:
             refuse(f"--kv-cache-dtype {kv_cache_dtype} (it stores what its spec says)")
         if attn_type != AttentionType.DECODER:
             refuse(f"{attn_type} attention")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype = "auto"
         self._config = AttendConfig(
             softmax_scale=self.scale, softcap=logits_soft_cap if logits_soft_cap else None
         )
@@ -191,7 +187,9 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give all layers of the model, which are there now, the backend of their kind."""
         specs = served_specs(self._model.get_total_num_hidden_layers())
-        names = give_backends(self._layers, KVPactBackend, specs, stored_backend, _sliding_backend)
+        kinds = stored_backend, _sliding_backend
+        dtype = self._model.dtype
+        names = give_backends(self._layers, KVPactBackend, specs, *kinds, dtype)
         hand_over(self._layers, names, self._vllm_config)
 
     def forward(

@@ -134,6 +134,10 @@ def _check(config: Any, latent: bool) -> None:
         (parallel.decode_context_parallel_size > 1, "context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism"),
         (latent and parallel.tensor_parallel_size > 1, "tensor parallelism with latents (MLA)"),
+        (
+            bool(config.cache_config.kv_cache_dtype_skip_layers),
+            "--kv-cache-dtype-skip-layers (a recipe with 'none' for these layers does the same)",
+        ),
     ):
         if there:
             refuse(what)

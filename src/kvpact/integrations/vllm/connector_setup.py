@@ -17,6 +17,7 @@ from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.vllm.calibrated import calibration, learnt_of
 from kvpact.integrations.vllm.connector_form import StoredForm, in_order
+from kvpact.integrations.vllm.dtype import TAKEN
 from kvpact.integrations.vllm.setting import (
     SETTING,
     check_serves,
@@ -43,7 +44,7 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredFor
         (parallel.decode_context_parallel_size > 1, "context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism"),
         (policy != "recompute", 'kv_load_failure_policy "fail", since stores forget: "recompute"'),
-        (config.cache_config.cache_dtype != "auto", "--kv-cache-dtype"),
+        (config.cache_config.cache_dtype not in TAKEN, "--kv-cache-dtype"),
     ):
         if there:
             _refuse(what)

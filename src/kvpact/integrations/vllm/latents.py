@@ -6,6 +6,7 @@ A page holds latents in K's place and rotated keys in V's, as in `kvpact.MLACach
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -53,25 +54,12 @@ class LatentImpl(KVPactImpl):
     """Attention of one layer; parameters as of vLLM's `MLAAttentionImpl`."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        *others: Any,
-        qk_nope_head_dim: int,
-        indexer: object | None = None,
-        **named: Any,
+        self, *given: Any, qk_nope_head_dim: int, indexer: object | None = None, **named: Any
     ) -> None:
         if indexer is not None:
             refuse("sparse attention over latents")
-        common = ("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name")
-        given = {name: named[name] for name in common if name in named}
-        heads = (num_kv_heads, alibi_slopes, sliding_window)
-        super().__init__(num_heads, head_size, scale, *heads, kv_cache_dtype, *others, **given)
+        common = signature(KVPactImpl).parameters.keys() & named.keys()
+        super().__init__(*given, **{name: named[name] for name in common})
         self._nope = qk_nope_head_dim
         self._own: Any = None
 

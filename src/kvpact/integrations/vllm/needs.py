@@ -5,6 +5,7 @@ So a later vLLM without one of these names is refused, with all that are missing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,8 +15,10 @@ NEEDS = {
     "vllm": "envs",
     "vllm.config": "get_current_vllm_config",
     "vllm.logger": "init_logger",
+    "vllm.platforms": "current_platform",
     "vllm.v1.attention.backend": "AttentionBackend AttentionCGSupport AttentionImpl AttentionType "
     "AttentionMetadata AttentionMetadataBuilder CommonAttentionMetadata MultipleOf",
+    "vllm.v1.attention.backends.registry": "AttentionBackendEnum register_backend",
     "vllm.v1.attention.backends.utils": "get_num_attention_heads_from_layers",
     "vllm.v1.kv_cache_interface": "AttentionSpec FullAttentionSpec KVCacheLayout MLAAttentionSpec "
     "SlidingWindowSpec UniformTypeKVCacheSpecs",
@@ -43,6 +46,11 @@ def check_needs(needs: dict[str, str]) -> None:
             missing.append(f"{module} ({error})")
         else:
             missing += [f"{module}.{name}" for name in names.split() if not hasattr(found, name)]
+    require(missing)
+
+
+def require(missing: Sequence[str]) -> None:
+    """Raise `BackendUnavailable` where something is missing."""
     if missing:
         raise BackendUnavailable(
             f"vLLM {_version()} lacks what kvpact's plug-in uses: {', '.join(missing)}. It was "

@@ -23,6 +23,7 @@ from kvpact.integrations.vllm.calibrated import (
     learnt_of,
     of_rank,
 )
+from kvpact.integrations.vllm.dtype import as_model
 from kvpact.integrations.vllm.page import PageForm, page_unit
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
@@ -134,13 +135,14 @@ def give_backends(
     specs: Sequence[Spec],
     stored: Callable[[type, Spec], type],
     sliding: Callable[[int], type],
+    dtype: torch.dtype,
 ) -> list[str]:
     """Give each attention layer of a model that is of the `plain` backend that of its kind.
 
     Returns the names of those that store by a spec.
 
     `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
-    sliding window, of the bytes of a token in the largest of the others.
+    sliding window, of the bytes of a token in the largest of the others; `dtype`: the model's.
     """
     plains = {
         name: layer
@@ -148,6 +150,8 @@ def give_backends(
         if issubclass(getattr(layer, "attn_backend", object), plain)
         and layer.attn_backend.stored is None
     }
+    for layer in plains.values():
+        as_model(layer, dtype)
     full = {name: layer for name, layer in plains.items() if layer.sliding_window is None}
     most = 0
     for layer, spec in zip(full.values(), specs_of(tuple(full), specs), strict=True):
