@@ -1,20 +1,17 @@
 """The example of a bare engine: short, greedy, and what it would compute without a cache."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from by_path import module_at
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "bare_engine.py"
 
 
 @pytest.fixture(scope="module")
 def engine():
-    spec = importlib.util.spec_from_file_location("bare_engine", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(EXAMPLE)
 
 
 @pytest.fixture(scope="module")

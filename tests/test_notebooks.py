@@ -1,11 +1,11 @@
 """The notebooks: short, drawn, and what is committed under their cells is what they compute."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+from by_path import module_at
 
 from kvpact.registry import unregister_method
 from kvpact.testing import MethodContract
@@ -80,10 +80,8 @@ def test_links_of_a_notebook_lead_to_files(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_computes_what_is_committed(path):
     pytest.importorskip("nbclient")
-    spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    fresh = [cell for cell in module.executed(path).cells if cell.cell_type == "code"]
+    computed = module_at(FOLDER / "execute.py").executed(path)
+    fresh = [cell for cell in computed.cells if cell.cell_type == "code"]
     for old, new in zip(cells(path, "code"), fresh, strict=True):
         assert len(pictures(old["outputs"])) == len(pictures(new.outputs))
         if "varies" in old["metadata"].get("tags", ()):  # texts, who computed: another machine's

@@ -1,10 +1,10 @@
 """Benchmarks time kvpact itself, and not a stub (defect C6)."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from by_path import module_at
 
 from kvpact import CacheGeometry, PrefixCache
 from kvpact.stores import MemoryStore
@@ -20,10 +20,7 @@ def beside(monkeypatch):
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(BENCHMARKS / f"{name}.py")
 
 
 def test_the_benchmark_of_stores_times_the_real_thing(tmp_path, monkeypatch):

@@ -1,11 +1,10 @@
 """Files that were written once stay readable, and what they learnt gives the same bytes."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from by_path import module_at
 
 import kvpact
 from kvpact import CompressedKV
@@ -15,13 +14,7 @@ from kvpact.testing.specs import example_specs
 
 FOLDER = Path(__file__).parent / "golden"
 FILES = sorted(FOLDER.glob("*.safetensors"))
-
-
-def inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    spec = importlib.util.spec_from_file_location("make_golden", FOLDER / "make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.inputs()
+inputs = module_at(FOLDER / "make.py").inputs
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

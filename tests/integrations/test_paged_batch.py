@@ -1,10 +1,10 @@
 """Sequences of a paged cache as the batch of a model, and the example that serves with them."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from by_path import module_at
 from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from kvpact.errors import CacheFull, GeometryError, KVPactError, SequenceError, SpecError
@@ -17,13 +17,7 @@ LENGTHS = (5, 70, 33, 100)
 @pytest.fixture(scope="module")
 def example():
     """Return the example as a module."""
-    spec = importlib.util.spec_from_file_location("continuous_batching", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while they are made.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+    return module_at(EXAMPLE)
 
 
 def make_prompts(lengths=LENGTHS):

@@ -1,11 +1,11 @@
 """Installing without a compiler goes on without kernels; building a wheel to publish does not."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from by_path import module_at
 
 BACKEND = Path(__file__).parents[2] / "packaging" / "kvpact_build.py"
 
@@ -33,10 +33,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def backend(calls):
-    spec = importlib.util.spec_from_file_location("kvpact_build", BACKEND)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(BACKEND)
 
 
 @pytest.mark.parametrize("hook", ("build_wheel", "build_editable"))

@@ -4,12 +4,12 @@ Up to version 3 tokens were packed before they left the window: of those the sam
 """
 
 import hashlib
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from by_path import module_at
 
 from kvpact import AttendConfig, Snapshot
 from kvpact.errors import SpecError
@@ -19,9 +19,7 @@ from kvpact.snapshot.manifest import LATE, WITH_RECORDS
 from kvpact.snapshot.tensors import same_tensors
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
-_spec = importlib.util.spec_from_file_location("make_golden_snapshots", FOLDER / "make.py")
-make = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make)
+make = module_at(FOLDER / "make.py")
 
 
 def load(name: str, when: str, version: int) -> Snapshot:

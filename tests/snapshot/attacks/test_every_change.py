@@ -1,17 +1,14 @@
 """Every single changed bit and every length cut short of a small snapshot is refused."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from by_path import module_at
 
 from kvpact import Snapshot
 from kvpact.errors import FormatError, IntegrityError
 
-_spec = importlib.util.spec_from_file_location("small", Path(__file__).with_name("small.py"))
-small = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(small)
-
+small = module_at(Path(__file__).with_name("small.py"))
 REFUSED = (FormatError, IntegrityError)
 
 
