@@ -1,8 +1,10 @@
 """Configs of tiny models that several tests of transformers run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -266,3 +268,16 @@ def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:
     with torch.no_grad():
         steps = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
     return torch.cat(steps, dim=1)
+
+
+@contextmanager
+def interrupted(module: torch.nn.Module) -> Iterator[None]:
+    """Let the first call of a module end as by Ctrl-C, and take that for what has to come."""
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = module.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    hook.remove()

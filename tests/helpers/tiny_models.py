@@ -83,11 +83,11 @@ _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}
 """Models of which transformers has no version with logits."""
 
 
-def tiny_config(name: str) -> PreTrainedConfig:
+def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
     """Return the config of a model, by the name of its type or of a maker in `tiny_configs`."""
     for makers in (KINDS, INDEXED, MADE):
         if name in makers:
-            made: PreTrainedConfig = makers[name](dict(SIZES))
+            made: PreTrainedConfig = makers[name](dict(SIZES), **more)
             return made
     kind, own = CONFIG_MAPPING[name], _OWN[name]
     base = kind()
@@ -101,9 +101,9 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, **more: Any) -> Any:
     """Return a model with random weights, large enough that equal tokens mean something."""
-    config = tiny_config(name)
+    config = tiny_config(name, **more)
     torch.manual_seed(0)
     if name in _HIDDEN:
         model: Any = TextModel(config)

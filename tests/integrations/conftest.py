@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from tiny_configs import SIZES
+from tiny_configs import KINDS, SIZES, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
-from kvpact.integrations.transformers import fallback
+from kvpact.integrations.transformers import CompressedCache, fallback
 
 logging.set_verbosity_error()
 
@@ -27,6 +27,19 @@ def make_model():
         for parameter in model.parameters():
             parameter.data.mul_(1.5)
         return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def filled(make_model, sizes, ids):
+    """Return a function that makes a model of `KINDS`, and a cache of the first of `ids`."""
+
+    def make(name, tokens, spec="none"):
+        model = make_model(KINDS[name](sizes))
+        cache = CompressedCache(model, spec)
+        run(model, cache, [ids[:, :tokens]])
+        return model, cache
 
     return make
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_configs import KINDS, WINDOW, gemma3, run
+from tiny_configs import KINDS, WINDOW, gemma3, interrupted, run
 from transformers import DynamicCache, JambaConfig
 
 from kvpact.errors import FormatError, GeometryError, IntegrityError, SnapshotError, SpecError
@@ -208,15 +208,10 @@ def test_every_flipped_byte_of_a_checkpoint_is_found(store, make_model, sizes, i
     assert not store.contains(key)
 
 
-def test_after_an_interrupt_nothing_is_saved(store, wide, ids, monkeypatch):
+def test_after_an_interrupt_nothing_is_saved(store, wide, ids):
     cache, prefixes = opened(store, wide)
     run(wide, cache, [ids[:, :64]])
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(wide.model.layers[-1], "forward", interrupted)
+    with interrupted(wide.model.layers[-1]):
         run(wide, cache, [ids[:, 64:96]])
     with pytest.raises((GeometryError, SnapshotError)):
         prefixes.save(ids[:, :96])
@@ -261,17 +256,12 @@ def test_a_cache_of_another_text_is_refused_and_stores_nothing(store, wide, ids)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "state"])
-def test_after_an_interrupt_it_does_not_go_on(kind, store, make_model, sizes, ids, monkeypatch):
+def test_after_an_interrupt_it_does_not_go_on(kind, store, make_model, sizes, ids):
     model = make_model(
         gemma3(sizes, "full", "sliding") if kind == "sliding" else KINDS["qwen3_next"](sizes)
     )
     cache, prefixes = opened(store, model)
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model.model.layers[-1], "forward", interrupted)
+    with interrupted(model.model.layers[-1]):
         prefixes.prefill(ids[:, :129])
     if cache.get_seq_length():
         with pytest.raises((GeometryError, SnapshotError)):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cross_attention_models import DECODERS, PAIRED, WIDTH, in_pair, lengths, made, source, target
+from tiny_configs import interrupted
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvpact import CacheGeometry, PagedKVCache
@@ -84,18 +85,10 @@ def test_a_filled_cache_is_as_before_a_refusal(name, spec):
         assert torch.equal(got, wanted)
 
 
-def interrupted(model, name, call):
-    """Make a call that Ctrl-C ends before the second layer of the decoder."""
-
-    def stop(*args):
-        raise KeyboardInterrupt
-
+def second_layer(model):
+    """Return the second layer of the decoder."""
     decoder = model.get_decoder()
-    hook = getattr(decoder, "block", None) or decoder.layers
-    hook = hook[1].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    hook.remove()
+    return (getattr(decoder, "block", None) or decoder.layers)[1]
 
 
 def test_an_update_that_failed_is_no_update():
@@ -130,7 +123,8 @@ def test_a_call_interrupted_in_its_first_layer_is_reported_and_taken_back(name, 
     def step():
         return model(**given, decoder_input_ids=ids[:, held:], past_key_values=pair).logits
 
-    interrupted(model, name, step)
+    with interrupted(second_layer(model)):
+        step()
     assert lengths(cache, 2) == [held + 1, held]
     with pytest.raises(GeometryError, match="interrupted"):
         step()
@@ -148,7 +142,8 @@ def test_an_interrupted_call_beyond_a_window_asks_for_a_reset():
     def step():
         return model(**given, decoder_input_ids=ids[:, 12:], past_key_values=pair).logits
 
-    interrupted(model, "t5gemma", step)
+    with interrupted(second_layer(model)):
+        step()
     for _ in range(2):
         with pytest.raises(KVPactError, match="reset the cache"):
             step()

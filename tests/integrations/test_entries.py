@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_configs import deepseek_v4, run
+from tiny_configs import deepseek_v4, interrupted, run
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
@@ -176,15 +176,10 @@ def test_what_entries_can_t_do_is_refused_by_name(model, ids):
         logits.sum().backward()
 
 
-def test_an_interrupted_call_makes_no_snapshot(model, ids, monkeypatch):
+def test_an_interrupted_call_makes_no_snapshot(model, ids):
     cache = CompressedCache(model, "none")
     run(model, cache, [ids[:, :20]])
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model.model.layers[2].self_attn.compressor, "forward", interrupted)
+    with interrupted(model.model.layers[2].self_attn.compressor):
         run(model, cache, [ids[:, 20:22]])
     with pytest.raises(SnapshotError, match="hold 20 and 22 tokens"):
         cache.snapshot()

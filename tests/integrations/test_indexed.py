@@ -8,8 +8,9 @@ import torch
 from attention_arguments import attention_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_configs import INDEXED, TextModel, run
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from tiny_configs import INDEXED, interrupted, run
+from tiny_models import tiny_model
+from transformers import DynamicCache, LlamaConfig
 
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
@@ -26,7 +27,6 @@ from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
 every_model = pytest.mark.parametrize("name", INDEXED)
-WITHOUT_HEAD = {"mistral_large4", "glm5", "minimax_m3"}
 EAGER = {"hunyuan_v4"}
 """Models that transformers does not let attend by ``sdpa``."""
 
@@ -35,26 +35,6 @@ EAGER = {"hunyuan_v4"}
 def ids():
     """Return tokens beyond the 24 that are chosen."""
     return torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture
-def make(sizes):
-    """Return a function that makes a model that chooses; equal seeds give equal weights."""
-
-    def made(name, attention=None, **more):
-        torch.manual_seed(0)
-        config = INDEXED[name](sizes, **more)
-        attention = attention or ("eager" if name in EAGER else "sdpa")
-        if name in WITHOUT_HEAD:
-            model = TextModel(config)
-            model.model.set_attn_implementation(attention)
-        else:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        for parameter in model.parameters():
-            parameter.data.mul_(1.5)
-        return model.eval()
-
-    return made
 
 
 def parts_of(ids):
@@ -66,8 +46,8 @@ def close(one, other):
 
 
 @every_model
-def test_it_attends_to_what_the_index_chooses(name, make, ids):
-    model = make(name)
+def test_it_attends_to_what_the_index_chooses(name, ids):
+    model = tiny_model(name)
     wanted = run(model, DynamicCache(config=model.config), parts_of(ids))
     cache = CompressedCache(model.config, "none")
     assert model.config._attn_implementation == ("eager" if name in EAGER else "kvpact")
@@ -77,29 +57,30 @@ def test_it_attends_to_what_the_index_chooses(name, make, ids):
     )
     # The choice matters: where it is all tokens, the result is another one.
     few = {"index_topk_blocks": 1000} if name == "minimax_m3" else {"index_topk": 10_000}
-    everything = make(name, **few)
+    everything = tiny_model(name, **few)
     other = run(everything, CompressedCache(everything.config, "none"), parts_of(ids))
     assert close(other[:, :24], wanted[:, :24])
     assert (other - wanted)[:, 40:].abs().max() > 0.01 * wanted.abs().max()
 
 
 @every_model
-def test_attention_kvpact_honours_the_choice_over_any_cache(name, make, ids):
+def test_attention_kvpact_honours_the_choice_over_any_cache(name, ids):
     register_attention()
-    model, own = make(name), make(name, "kvpact")
+    model, own = tiny_model(name), tiny_model(name)
+    own.config._attn_implementation = "kvpact"
     wanted = run(model, DynamicCache(config=model.config), parts_of(ids))
     assert close(run(own, DynamicCache(config=own.config), parts_of(ids)), wanted)
 
 
-def test_up_to_the_tokens_that_it_chooses_it_is_full_attention_bit_for_bit(make, ids):
-    models = make("deepseek_v32"), make("deepseek_v32", index_topk=10_000)
+def test_up_to_the_tokens_that_it_chooses_it_is_full_attention_bit_for_bit(ids):
+    models = tiny_model("deepseek_v32"), tiny_model("deepseek_v32", index_topk=10_000)
     got = [run(x, CompressedCache(x.config, "int:bits=8"), ids[:, :24].split(8, 1)) for x in models]
     assert torch.equal(*got)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "qwen4"])
-def test_beams_and_left_padding(name, make, ids, greedy):
-    model = make(name)
+def test_beams_and_left_padding(name, ids, greedy):
+    model = tiny_model(name)
     mask = torch.ones_like(ids)
     mask[0, :30], mask[1, :7] = 0, 0
     for options in (greedy, {**greedy, "num_beams": 3, "max_new_tokens": 5}):
@@ -111,9 +92,9 @@ def test_beams_and_left_padding(name, make, ids, greedy):
 
 
 @every_model
-def test_the_index_goes_wherever_k_goes(name, make, ids):
+def test_the_index_goes_wherever_k_goes(name, ids):
     """Into snapshots, prefixes and copies, and with its rows."""
-    model, spec = make(name), "int:bits=8,window=8"
+    model, spec = tiny_model(name), "int:bits=8,window=8"
     cache = CompressedCache(model.config, spec)
     run(model, cache, [ids[:, :48], ids[:, 48:64]])
     data, fork = cache.snapshot().to_bytes(), copy.deepcopy(cache)
@@ -133,8 +114,8 @@ def test_the_index_goes_wherever_k_goes(name, make, ids):
 
 
 @every_model
-def test_a_prefix_has_the_index(name, make, ids):
-    model = make(name)
+def test_a_prefix_has_the_index(name, ids):
+    model = tiny_model(name)
     one = ids[:1]
     with MemoryStore() as store:
         caches = [CompressedCache(model.config, "none") for _ in range(2)]
@@ -147,8 +128,8 @@ def test_a_prefix_has_the_index(name, make, ids):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "axk2"])
-def test_a_rollback_takes_the_index_back(name, make, ids):
-    model = make(name)
+def test_a_rollback_takes_the_index_back(name, ids):
+    model = tiny_model(name)
     cache, never = (CompressedCache(model.config, "none") for _ in range(2))
     run(model, cache, [ids[:, :64]])
     cache.crop(-14)
@@ -160,8 +141,8 @@ def test_a_rollback_takes_the_index_back(name, make, ids):
     assert torch.equal(*(run(model, x, [ids[:2, :50]]) for x in (cache, never)))
 
 
-def test_an_index_that_is_out_of_step_is_refused(make, ids):
-    model = make("deepseek_v32")
+def test_an_index_that_is_out_of_step_is_refused(ids):
+    model = tiny_model("deepseek_v32")
     cache = CompressedCache(model.config, "int:bits=8")
     run(model, cache, [ids[:, :40]])
     layer = cache.layers[1]
@@ -193,9 +174,9 @@ def test_every_argument_that_models_pass_to_attention_is_classified():
 
 
 @pytest.fixture
-def packed(make):
+def packed():
     """Return a cache of 200 tokens of three rows, whose index is packed, its model and the rest."""
-    model = make("deepseek_v32")
+    model = tiny_model("deepseek_v32")
     more = torch.randint(3, 128, (3, 220), generator=torch.Generator().manual_seed(5))
     cache = CompressedCache(model.config, "int:bits=8,window=8")
     run(model, cache, [more[:, :150], more[:, 150:200]])
@@ -252,9 +233,9 @@ def test_an_index_that_does_not_fit_is_refused_and_changes_nothing(wrong, packed
     assert torch.equal(*(run(model, x, [ids[:, 200:]]) for x in (cache, twin)))
 
 
-def test_padded_rows_of_minimax_m3_attend_to_no_block_that_is_left_out(make, ids):
+def test_padded_rows_of_minimax_m3_attend_to_no_block_that_is_left_out(ids):
     """There were as many choices as blocks, and some of them were none."""
-    model = make("minimax_m3")
+    model = tiny_model("minimax_m3")
     mask = torch.ones_like(ids[:, :22])
     mask[1, :7] = 0
     places = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -265,8 +246,8 @@ def test_padded_rows_of_minimax_m3_attend_to_no_block_that_is_left_out(make, ids
     assert close(got[mask == 1], wanted[mask == 1])
 
 
-def test_an_index_keeps_no_graph_of_gradients(make, ids):
-    model = make("minimax_m3")
+def test_an_index_keeps_no_graph_of_gradients(ids):
+    model = tiny_model("minimax_m3")
     cache = CompressedCache(model.config, "none")
     with pytest.raises(KVPactError, match="no gradients"):
         model(ids[:, :30], past_key_values=cache).logits.sum().backward()
@@ -274,18 +255,13 @@ def test_an_index_keeps_no_graph_of_gradients(make, ids):
     copy.deepcopy(cache)
 
 
-def test_a_rollback_after_an_interrupt_mends_all_layers(make, ids, monkeypatch):
+def test_a_rollback_after_an_interrupt_mends_all_layers(ids):
     """Layers that the call never reached lose none of their index."""
-    model = make("deepseek_v32")
+    model = tiny_model("deepseek_v32")
     cache, never = (CompressedCache(model.config, "none") for _ in range(2))
     run(model, cache, [ids[:, :40]])
     run(model, never, [ids[:, :40]])
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model.model.layers[1], "forward", interrupted)
+    with interrupted(model.model.layers[1]):
         run(model, cache, [ids[:, 40:45]])
     with pytest.raises(SnapshotError, match="hold 40 and 45 tokens"):
         cache.snapshot()
@@ -294,8 +270,8 @@ def test_a_rollback_after_an_interrupt_mends_all_layers(make, ids, monkeypatch):
     assert close(got, wanted)
 
 
-def test_positions_that_are_out_of_step_are_refused(make, ids):
-    model = make("qwen4")
+def test_positions_that_are_out_of_step_are_refused(ids):
+    model = tiny_model("qwen4")
     cache = CompressedCache(model.config, "none")
     run(model, cache, [ids[:, :40]])
     layer = cache.layers[1]

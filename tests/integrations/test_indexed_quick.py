@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_configs import INDEXED, TextModel, run
-from transformers import AutoModelForCausalLM, DynamicCache
+from tiny_configs import INDEXED, run
+from tiny_models import tiny_model
+from transformers import DynamicCache
 
 from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache
@@ -19,30 +20,15 @@ FOLLOWED = [name for name in INDEXED if name not in ("qwen4", "glm5")]
 """Models whose products of the index are known; the others read dequantised keys."""
 ALONE = [name for name in INDEXED if name != "qwen4"]
 """Models whose chosen slots can be copied: latents, and here blocks of 64 tokens."""
-WITHOUT_HEAD = {"mistral_large4", "glm5", "minimax_m3"}
 
 
-@pytest.fixture
-def make(sizes):
-    """Return a function that makes a model that chooses."""
-
-    def made(name):
-        torch.manual_seed(0)
-        block = {"index_block_size": 64, "index_head_dim": 32} if name == "minimax_m3" else {}
-        config = INDEXED[name](sizes, **block)
-        if name in WITHOUT_HEAD:
-            model = TextModel(config)
-            model.model.set_attn_implementation("sdpa")
-        else:
-            way = "eager" if name == "hunyuan_v4" else "sdpa"
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=way)
-        for parameter in model.parameters():
-            parameter.data.mul_(1.5)
-        if name == "hunyuan_v4":  # its code asks for eager; attention is a name like others
-            model.config._attn_implementation = "kvpact"
-        return model.eval()
-
-    return made
+def made(name):
+    """Return a model that chooses."""
+    block = {"index_block_size": 64, "index_head_dim": 32} if name == "minimax_m3" else {}
+    model = tiny_model(name, **block)
+    if name == "hunyuan_v4":  # its code asks for eager; attention is a name like others
+        model.config._attn_implementation = "kvpact"
+    return model
 
 
 @pytest.fixture
@@ -82,8 +68,8 @@ def watch(monkeypatch):
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_steps_are_those_of_dequantised_keys_and_masks(name, make, ids, monkeypatch):
-    model = make(name)
+def test_steps_are_those_of_dequantised_keys_and_masks(name, ids, monkeypatch):
+    model = made(name)
     with monkeypatch.context() as patch:
         patch.setattr(KeysHandle, "of", classmethod(lambda cls, keys: keys.whole()))
         patch.setattr(plan, "chosen_calls", lambda call, copy: None)
@@ -105,8 +91,8 @@ def test_steps_are_those_of_dequantised_keys_and_masks(name, make, ids, monkeypa
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "mistral_large4"])
-def test_exact_slots_that_are_chosen_are_the_models_own(name, make, ids):
-    model = make(name)
+def test_exact_slots_that_are_chosen_are_the_models_own(name, ids):
+    model = made(name)
     wanted = run(model, DynamicCache(config=model.config), steps(ids)[:5])
     cache = CompressedCache(model.config, "none")
     assert close(run(model, cache, steps(ids)[:5]), wanted, 1e-6)
@@ -114,9 +100,9 @@ def test_exact_slots_that_are_chosen_are_the_models_own(name, make, ids):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
-def test_steps_after_all_that_happens_to_a_cache(name, make, ids):
+def test_steps_after_all_that_happens_to_a_cache(name, ids):
     """A rollback into the packed index, a fork, a snapshot, other rows."""
-    model = make(name)
+    model = made(name)
     cache = CompressedCache(model.config, SPEC)
     run(model, cache, [ids])
     cache.crop(-30)
@@ -132,8 +118,8 @@ def test_steps_after_all_that_happens_to_a_cache(name, make, ids):
     assert close(run(model, cache, ids[rows, 390:].split(1, 1)[:4]), wanted[rows], 1e-3)
 
 
-def test_left_padding_and_rows_that_choose_unlike_tokens(make, ids, greedy):
-    model = make("deepseek_v32")
+def test_left_padding_and_rows_that_choose_unlike_tokens(ids, greedy):
+    model = made("deepseek_v32")
     mask = torch.ones_like(ids)
     mask[0, :200], mask[1, :7] = 0, 0
     given = {"attention_mask": mask, **greedy}

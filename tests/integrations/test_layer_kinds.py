@@ -156,10 +156,8 @@ def test_rows_are_those_of_a_batch_made_of_them(name, make_model, sizes, ids):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
-def test_rows_that_are_not_there_change_nothing(name, make_model, sizes, ids):
-    model = make_model(KINDS[name](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :9]])
+def test_rows_that_are_not_there_change_nothing(name, filled, ids):
+    model, cache = filled(name, 9)
     twin = copy.deepcopy(cache)
     with pytest.raises(GeometryError, match=r"0 … 2"):
         cache.batch_select_indices(torch.tensor([3]))

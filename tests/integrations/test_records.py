@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_configs import KINDS, WINDOW, qwen3_next, run
+from tiny_configs import KINDS, WINDOW, interrupted, run
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpact import PagedKVCache, Snapshot, create_cache
@@ -30,10 +30,8 @@ def test_a_layer_that_is_not_known_is_refused_by_name():
         attributes_of(NewLayer(8))
 
 
-def test_a_tensor_that_is_not_known_is_refused_by_name(make_model, sizes, ids):
-    model = make_model(qwen3_next(sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :9]])
+def test_a_tensor_that_is_not_known_is_refused_by_name(filled):
+    _, cache = filled("qwen3_next", 9)
     cache.layers[0].gates = torch.zeros(3, 2)
     with pytest.raises(KVPactError, match="LinearAttentionLayer holds 'gates'"):
         cache.batch_select_indices(torch.tensor([0]))
@@ -50,10 +48,8 @@ def test_a_tensor_that_is_not_known_is_refused_by_name(make_model, sizes, ids):
         ("inkling", "a convolution has the last"),
     ],
 )
-def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, make_model, sizes, ids):
-    model = make_model(KINDS[name](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, filled, ids):
+    model, cache = filled(name, 20)
     twin = copy.deepcopy(cache)
     with pytest.raises(KVPactError, match=why):
         cache.crop(-2)
@@ -62,10 +58,9 @@ def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, make_model,
 
 
 @every_model
-def test_after_a_reset_a_cache_takes_a_batch_of_another_size(name, make_model, sizes, ids):
-    model = make_model(KINDS[name](sizes))
-    cache, new = CompressedCache(model, "none"), CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+def test_after_a_reset_a_cache_takes_a_batch_of_another_size(name, filled, ids):
+    model, cache = filled(name, 20)
+    new = CompressedCache(model, "none")
     cache.reset()
     parts = ids[:2].split([20, 1, 39], dim=1)
     assert torch.equal(*(run(model, x, parts) for x in (cache, new)))
@@ -75,10 +70,8 @@ def test_after_a_reset_a_cache_takes_a_batch_of_another_size(name, make_model, s
 @pytest.mark.parametrize("held", [5, WINDOW - 1, WINDOW, WINDOW + 1, 40])
 def test_a_restored_cache_goes_on_bit_for_bit(name, held, make_model, sizes, ids):
     model = make_model(KINDS[name](sizes))
-    cache, spec = (
-        CompressedCache(model, "int:bits=8,sinks=2,window=8"),
-        "int:bits=8,sinks=2,window=8",
-    )
+    spec = "int:bits=8,sinks=2,window=8"
+    cache = CompressedCache(model, spec)
     run(model, cache, [ids[:, : held - 2], ids[:, held - 2 : held]])
     data = cache.snapshot(token_ids=ids[:, :held]).to_bytes()
     parts = ids[:, held:].split([1, 1, 3, 60 - held - 5], dim=1)
@@ -91,11 +84,9 @@ def test_a_restored_cache_goes_on_bit_for_bit(name, held, make_model, sizes, ids
 
 
 @every_model
-def test_windows_and_states_matter(name, make_model, sizes, ids):
+def test_windows_and_states_matter(name, filled, ids):
     """Otherwise the tests of this file would show nothing."""
-    model = make_model(KINDS[name](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :40]])
+    model, cache = filled(name, 40)
     twin = copy.deepcopy(cache)
     for layer in twin._own_layers():
         for attribute in attributes_of(layer):
@@ -108,10 +99,8 @@ def test_windows_and_states_matter(name, make_model, sizes, ids):
 
 
 @every_model
-def test_rows_of_a_snapshot_are_those_of_the_batch(name, make_model, sizes, ids):
-    model = make_model(KINDS[name](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :30]])
+def test_rows_of_a_snapshot_are_those_of_the_batch(name, filled, ids):
+    model, cache = filled(name, 30)
     rows = CompressedCache(model, "none")
     rows.restore(cache.snapshot().select([2, 0]))
     cache.batch_select_indices(torch.tensor([2, 0]))
@@ -135,10 +124,8 @@ def test_a_snapshot_of_another_model_is_refused_and_changes_nothing(make_model, 
     )
 
 
-def test_caches_of_k_and_v_alone_refuse_what_they_would_lose(make_model, sizes, ids):
-    model = make_model(KINDS["gemma3"](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+def test_caches_of_k_and_v_alone_refuse_what_they_would_lose(filled):
+    _, cache = filled("gemma3", 20)
     snapshot = cache.snapshot()
     geometry = snapshot.geometry
     with pytest.raises(GeometryError, match="windows or states of 1 more layers"):
@@ -149,10 +136,8 @@ def test_caches_of_k_and_v_alone_refuse_what_they_would_lose(make_model, sizes, 
         snapshot.slice(0, 0)
 
 
-def test_every_flipped_bit_of_a_window_is_found(make_model, sizes, ids):
-    model = make_model(KINDS["gemma3"](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+def test_every_flipped_bit_of_a_window_is_found(filled):
+    model, cache = filled("gemma3", 20)
     snapshot = cache.snapshot()
     assert snapshot.manifest.version == 5
     assert snapshot.sizes()["windows and states"] == 2 * 3 * 2 * (WINDOW - 1) * 16 * 4
@@ -168,27 +153,18 @@ def test_every_flipped_bit_of_a_window_is_found(make_model, sizes, ids):
             CompressedCache(model, "none").restore(Snapshot.from_buffer(damaged))
 
 
-def test_records_in_a_file_of_an_older_version_are_refused(make_model, sizes, ids):
-    model = make_model(KINDS["gemma3"](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+def test_records_in_a_file_of_an_older_version_are_refused(filled):
+    _, cache = filled("gemma3", 20)
     data = cache.snapshot().to_bytes().replace(b'"version":"5"', b'"version":"4"')
     with pytest.raises((FormatError, IntegrityError)):
         Snapshot.from_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["inkling", "falcon_h1", "gemma3", "dots3"])
-def test_an_interrupted_call_makes_no_snapshot(name, make_model, sizes, ids, monkeypatch):
+def test_an_interrupted_call_makes_no_snapshot(name, filled, ids):
     """Some layers have its tokens and others do not: restored, they would be out of step."""
-    model = make_model(KINDS[name](sizes))
-    cache = CompressedCache(model, "int:bits=8")
-    run(model, cache, [ids[:, :40]])
-
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model.model.layers[-1], "forward", interrupted)
+    model, cache = filled(name, 40, "int:bits=8")
+    with interrupted(model.model.layers[-1]):
         run(model, cache, [ids[:, 40:42]])
     with pytest.raises(SnapshotError, match="hold 40 and 42 tokens: a call"):
         cache.snapshot()
@@ -210,11 +186,9 @@ def test_an_interrupted_call_makes_no_snapshot(name, make_model, sizes, ids, mon
     ],
     ids=str,
 )
-def test_records_that_do_not_fit_change_nothing(wrong, make_model, sizes, ids):
+def test_records_that_do_not_fit_change_nothing(wrong, filled, ids):
     """A file may say anything: what it says is compared with the layer before that changes."""
-    model = make_model(KINDS["gemma3"](sizes))
-    cache = CompressedCache(model, "none")
-    run(model, cache, [ids[:, :20]])
+    model, cache = filled("gemma3", 20)
     twin = copy.deepcopy(cache)
     records = twin.snapshot().records()
     records[0] = replace(records[0], **wrong)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_configs import KINDS, SIZES, gemma3, run
+from tiny_configs import KINDS, SIZES, gemma3, interrupted, run
 from tiny_models import tiny_model
 from transformers import DynamicCache, Qwen2Config
 
@@ -220,14 +220,8 @@ def test_a_rollback_makes_layers_equal_again_which_a_failed_call_left_unlike(
     cache, never = (CompressedCache(model, "none", sliding=sliding) for _ in range(2))
     for each in (cache, never):
         run(model, each, [IDS[:, :30]])
-
-    def stop(*args):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[reached].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(model.model.layers[reached]):
         run(model, cache, [IDS[:, 30:33]])
-    hook.remove()
     cache.crop(-3 if reached else 0)
     assert {layer.get_seq_length() for layer in cache.layers} == {30}
     assert torch.equal(*(run(model, x, [IDS[:, 30:80]]) for x in (cache, never)))
