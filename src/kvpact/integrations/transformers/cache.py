@@ -238,8 +238,9 @@ class CompressedCache(Evicting):
         SnapshotError
             Layers hold unlike numbers of tokens since a call was interrupted.
         """
-        found = saved(self.own_by_index(), self._counts(), whole=whole)
-        return found + self._shared.gaps.record(self._caches(), self.tokens())
+        tokens = self.tokens()
+        found = saved(self.own_by_index(), tokens, whole=whole)
+        return found + self._shared.gaps.record(self._caches(), tokens)
 
     def tokens(self) -> int:
         """Return how many tokens all layers hold.
@@ -250,11 +251,8 @@ class CompressedCache(Evicting):
             They hold unlike numbers, since a call was interrupted. (Layers with nothing but a state
             count none.)
         """
-        return tokens_held(self.own_by_index(), self._counts())
-
-    def _counts(self) -> set[int]:
-        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        return {layer.get_seq_length() for layer in layers}
+        counts = {x.get_seq_length() for x in self.layers if isinstance(x, CompressedLayer)}
+        return tokens_held(self.own_by_index(), counts)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
@@ -351,10 +349,9 @@ class CompressedCache(Evicting):
     def _summary(self) -> Summary:
         rings = self._rings  # what waits is counted and not stored: repr changes nothing
         parts = [cache._summary() for cache in self._shared.caches()]
-        for part in (
-            cache._summary() for cache in rings.caches()
-        ):  # exact ones are as long as seen
-            kept = min((rings.window or 1) - 1, part.tokens)
+        for cache in rings.caches():  # exact ones are as long as seen
+            part = cache._summary()
+            kept = min(rings.window - 1, part.tokens)
             parts.append(part._replace(exact=part.exact * kept // max(part.tokens, 1)))
         waiting = [x for x in [*self._shared.waiting, *rings.waiting] if x is not None]
         more = sum(x.k.nbytes + x.v.nbytes for x in waiting)

@@ -29,7 +29,6 @@ from kvpact.integrations.transformers.records import (
     check_removable,
     forget,
     records_of,
-    remove_tokens,
 )
 from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
@@ -214,7 +213,9 @@ class EngineCache(Summarized, Cache):
         for ring in rings:
             ring.cut_to(length if count else ring.get_seq_length())
         for layer in own:
-            remove_tokens(layer, _tokens_of(layer) - length if count and _counts(layer) else count)
+            # With 0 a layer that records the past lets go of what it needs no longer.
+            if count or getattr(layer, "record_past", False):
+                layer.crop(length - _tokens_of(layer) if count and _counts(layer) else -count)
         if count:
             self._shared.remove(count, length)
         for layer in self._own_layers():
@@ -260,12 +261,11 @@ class EngineCache(Summarized, Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
         check_count("repeats", repeats, 1)
-        self._change_rows(
-            lambda cache: cache.repeat(repeats),
-            lambda batch: torch.arange(batch, dtype=torch.int64, device="cpu").repeat_interleave(
-                repeats
-            ),
-        )
+
+        def rows(batch: int) -> Tensor:
+            return torch.arange(batch, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
+
+        self._change_rows(lambda cache: cache.repeat(repeats), rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""

@@ -36,14 +36,12 @@ class Attribute(NamedTuple):
     tokens: int | None = None
 
 
-_STREAMS = Attribute("keys", "stream", 0, 2), Attribute("values", "stream", 0, 2)
 _RINGS = Attribute("keys", "ring", 0, 2), Attribute("values", "ring", 0, 2)
 _STATES = Attribute("conv_states", "state"), Attribute("recurrent_states", "state")
 _ENTRIES = (_RINGS[0], Attribute("buffer_kv", "state"), Attribute("buffer_gate", "state"))
 _OVERLAPS = Attribute("overlap_kv", "state"), Attribute("overlap_gate", "state")
 _INDEX = tuple(Attribute(f"index_{part}", "part") for part in ("codes", "scale", "tail"))
 RECORDS: dict[str, tuple[Attribute, ...]] = {
-    "DynamicLayer": _STREAMS,
     "DynamicSlidingWindowLayer": _RINGS,
     "LinearAttentionLayer": _STATES,
     "LinearAttentionAndSlidingWindowAttentionLayer": (*_RINGS, *_STATES),
@@ -134,12 +132,6 @@ def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
     return found
 
 
-def behind_window(layer: Any) -> bool:
-    """Tell whether a layer with a window has let go of tokens."""
-    window = getattr(layer, "sliding_window", None)
-    return window is not None and layer.get_seq_length() >= window
-
-
 def check_removable(layers: Sequence[Any], count: int) -> None:
     """Raise `KVPactError` unless all layers can forget their last `count` tokens."""
     for layer in layers:
@@ -154,22 +146,13 @@ def check_removable(layers: Sequence[Any], count: int) -> None:
             why = "the state of a convolution has the last tokens alone"
         elif packed:
             why = layer.lost(count)
-        elif "keys" in kinds and not recording and behind_window(layer):
+        elif "keys" in kinds and not recording and layer.get_seq_length() >= layer.sliding_window:
             why = f"tokens before the window of {layer.sliding_window} are no longer held"
         if why:
             raise KVPactError(
                 f"the last {count} tokens can't be removed from a {type(layer).__name__}: {why}; "
                 "begin again with reset(), or from a copy.deepcopy of the cache made before"
             )
-
-
-def remove_tokens(layer: Any, count: int) -> None:
-    """Forget a layer's last `count` tokens, as `check_removable` allows.
-
-    With 0, a layer that records the past for a rollback lets go of what it needs no longer.
-    """
-    if count or getattr(layer, "record_past", False):
-        layer.crop(-count)
 
 
 def forget(layer: Any) -> None:
@@ -182,8 +165,11 @@ def forget(layer: Any) -> None:
 
 
 def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
-    """Return how many tokens layers hold, and `counts` say. Raises `SnapshotError` if unlike."""
-    counts = set(counts)
+    """Return how many tokens layers hold, and `counts` say. Raises `SnapshotError` if unlike.
+
+    Layers with nothing but a state count none, so an interrupt behind the last layer that counts is
+    not seen.
+    """
     for layer in layers.values():
         if hasattr(layer, "cumulative_length") and layer.is_initialized:
             counts.add(layer.get_seq_length())
@@ -197,19 +183,12 @@ def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
     return counts.pop()
 
 
-def saved(layers: Mapping[int, Any], counts: set[int], *, whole: bool = False) -> list[RecordState]:
-    """Return copies of what layers hold, by their number; `whole`: as of `records_of`.
+def saved(layers: Mapping[int, Any], tokens: int, *, whole: bool = False) -> list[RecordState]:
+    """Return copies of what layers hold of so many tokens, by number; `whole`: as of `records_of`.
 
-    `counts`: the tokens that the compressed layers hold. Layers that record the past for a rollback
-    have more than the next token needs; that is left out.
-
-    Raises
-    ------
-    SnapshotError
-        Layers hold unlike numbers of tokens. (Layers with nothing but a state count none, so an
-        interrupt behind the last layer that counts is not seen.)
+    Layers that record the past for a rollback have more than the next token needs; that is left
+    out.
     """
-    tokens = tokens_held(layers, counts)
     found = []
     for index, layer in layers.items():
         for record in records_of(layer, whole=whole):
