@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -163,16 +164,14 @@ class ChunkFormat(Generic[Where]):
         for one, x in zip(held, out, strict=True):
             self.layout.join(*self._compressor.decompress_kv(one), x)
 
-    def _files(self, blob: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    def _files(self, blob: memoryview, sizes: Sequence[int]) -> list[memoryview]:
         if sum(sizes) != len(blob):
             raise MismatchError(
                 f"{len(blob):,} bytes of K and V where {str(self.spec)!r} has {sum(sizes):,}: they "
                 "are of another spec or model; give each its own place"
             )
-        start = 0
-        for size in sizes:
-            yield blob[start : start + size]
-            start += size
+        ends = zip(accumulate(sizes), sizes, strict=True)
+        return [blob[end - size : end] for end, size in ends]
 
     def _read(self, data: memoryview, x: Tensor) -> CompressedKV:
         k, v = wanted = self.layout.shapes(x.shape)

@@ -98,10 +98,8 @@ def build_server_modules(build: Any) -> StatusModule:
 
 def _check_names(options: Mapping[str, Any]) -> None:
     wanted = {"spec", "head_dim"}
-    unknown, missing = (
-        options.keys() - wanted - {"value_dim", "cpu_block_size", "calibration"},
-        wanted - options.keys(),
-    )
+    unknown = options.keys() - wanted - {"value_dim", "cpu_block_size", "calibration"}
+    missing = wanted - options.keys()
     if unknown or missing:
         what = f"{sorted(missing)} missing" if missing else f"{sorted(unknown)} unknown"
         raise SpecError(

@@ -152,14 +152,7 @@ def _refuse_others(kwargs: dict[str, Any]) -> None:
 
 
 def _config(
-    mask: Tensor | None,
-    scaling: float | None,
-    is_causal: bool,
-    kwargs: dict[str, Any],
-    padding: Tensor | None = None,
-    exact_new: bool = True,
-    origin: Tensor | None = None,
-    sparse: bool = False,
+    mask: Tensor | None, scaling: float | None, is_causal: bool, kwargs: dict[str, Any], **own: Any
 ) -> AttendConfig:
     return AttendConfig(
         softmax_scale=scaling,
@@ -169,10 +162,7 @@ def _config(
         sliding_window=kwargs.get("sliding_window") if mask is None else None,
         mask=_with_bias(mask, kwargs.get("position_bias")),
         is_causal=mask is None and is_causal,
-        padding=padding,
-        exact_new=exact_new,
-        origin=origin,
-        sparse=sparse,
+        **own,
     )
 
 
@@ -200,7 +190,8 @@ def call_config(
     origin = tokens.origins(get("position_ids"), padding)
     held, kwargs = tokens.as_held(mask, kwargs)
     sparse = shared.indexed and held is not None  # an index has narrowed it
-    config = _config(held, scaling, is_causal, kwargs, padding, shared.exact_new, origin, sparse)
+    own = {"padding": padding, "exact_new": shared.exact_new, "origin": origin, "sparse": sparse}
+    config = _config(held, scaling, is_causal, kwargs, **own)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
-from types import TracebackType
 from typing import Any
 from weakref import ref
 
@@ -164,7 +164,7 @@ class _CacheMaker(_Hook):
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 
 
-class Enabled:
+class Enabled(AbstractContextManager["Enabled"]):
     """What `enable` returns: the end of a ``with`` statement undoes what it did.
 
     Nothing is undone where the model was enabled already: then `changed` is false.
@@ -178,15 +178,7 @@ class Enabled:
         state = f"with {hook.spec}" if isinstance(hook, _CacheMaker) else "no longer enabled"
         return f"<{type(self).__name__}: {type(self.model).__name__}, {state}>"
 
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.changed:
             disable(self.model)
 

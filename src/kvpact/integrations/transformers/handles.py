@@ -106,12 +106,9 @@ class HandlePair(NamedTuple):
 
 def new_pair(tokens: Any, k: Tensor, v: Tensor, total: int, like: tuple[object, ...]) -> HandlePair:
     """Return handles of tokens whose new ones are `k` and `v`, `total` in all."""
-    (batch, heads, _, width), (v_batch, v_heads, _, v_width) = k.shape, v.shape
-    return HandlePair(
-        like,
-        KVHandle.of(tokens, "k", (batch, heads, total, width), k),
-        KVHandle.of(tokens, "v", (v_batch, v_heads, total, v_width), v),
-    )
+    k_shape, v_shape = (*k.shape[:2], total, k.shape[3]), (*v.shape[:2], total, v.shape[3])
+    handles = KVHandle.of(tokens, "k", k_shape, k), KVHandle.of(tokens, "v", v_shape, v)
+    return HandlePair(like, *handles)
 
 
 _x = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="cpu")

@@ -9,7 +9,7 @@ compute them. For any other operation it is the dequantised keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -55,10 +55,10 @@ class _Handle(Tensor):
     numbers: Tensor | None = None
 
     @classmethod
-    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, keys: PackedKeys) -> Any:
-        """Return one of a shape."""
-        made = _make(cls, shape, dtype=dtype, device=keys.tail.device)
-        made.keys = keys
+    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, keys: PackedKeys, **own: Any) -> Self:
+        """Return one of a shape, with attributes of its own."""
+        made: Self = _make(cls, shape, dtype=dtype, device=keys.tail.device)
+        vars(made).update(own, keys=keys)
         return made
 
     def whole(self) -> Tensor:
@@ -108,8 +108,7 @@ class KeysHandle(_Handle):
     def of(cls, keys: PackedKeys) -> KeysHandle:
         """Return what stands for keys."""
         rows, count, width = keys.tail.shape
-        shape = rows, count + keys.codes.shape[1], width
-        return cast(KeysHandle, cls.like(shape, keys.tail.dtype, keys))
+        return cls.like((rows, count + keys.codes.shape[1], width), keys.tail.dtype, keys)
 
     def made(self) -> Tensor:
         """Return the keys, dequantised."""
@@ -130,14 +129,6 @@ class ScoresHandle(_Handle):
         return products.relu() if self.clipped else products
 
 
-def _like_keys(
-    x: KeysHandle, shape: tuple[int, ...], turned: bool, dtype: torch.dtype
-) -> KeysHandle:
-    made = cast(KeysHandle, KeysHandle.like(shape, dtype, x.keys))
-    made.turned = turned
-    return made
-
-
 def _plain(x: Any) -> bool:
     """Whether scores may be computed of a tensor: what is chosen has no gradient."""
     tracked = torch.is_grad_enabled() and x.requires_grad if isinstance(x, Tensor) else True
@@ -145,7 +136,9 @@ def _plain(x: Any) -> bool:
 
 
 def _float(x: Any) -> Any:
-    return _like_keys(x, x.shape, x.turned, _F32) if isinstance(x, KeysHandle) else None
+    if not isinstance(x, KeysHandle):
+        return None
+    return KeysHandle.like(x.shape, _F32, x.keys, turned=x.turned)
 
 
 def _transpose(x: Any, one: int, other: int) -> Any:
@@ -153,13 +146,13 @@ def _transpose(x: Any, one: int, other: int) -> Any:
     if not isinstance(x, KeysHandle) or sorted((one % x.dim(), other % x.dim())) != [*last]:
         return None
     shape = *x.shape[:-2], x.shape[-1], x.shape[-2]
-    return _like_keys(x, shape, not x.turned, x.dtype)
+    return KeysHandle.like(shape, x.dtype, x.keys, turned=not x.turned)
 
 
 def _unsqueeze(x: Any, axis: int) -> Any:
     if not isinstance(x, KeysHandle) or x.dim() != 3 or axis != 1:
         return None
-    return _like_keys(x, (x.shape[0], 1, *x.shape[1:]), x.turned, x.dtype)
+    return KeysHandle.like((x.shape[0], 1, *x.shape[1:]), x.dtype, x.keys, turned=x.turned)
 
 
 def _matmul(one: Any, other: Any) -> Any:
@@ -182,9 +175,7 @@ def _matmul(one: Any, other: Any) -> Any:
 
 def _scores(keys: PackedKeys, q: Tensor, clipped: bool) -> ScoresHandle:
     shape = *q.shape[:3], keys.codes.shape[1] + keys.tail.shape[1]
-    made = cast(ScoresHandle, ScoresHandle.like(shape, _F32, keys))
-    made.q, made.clipped = q.detach(), clipped
-    return made
+    return ScoresHandle.like(shape, _F32, keys, q=q.detach(), clipped=clipped)
 
 
 def _mul(x: Any, factor: Any) -> Any:

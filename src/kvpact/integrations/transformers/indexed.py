@@ -92,12 +92,13 @@ def chosen(
     `indices` are tokens, `[B, S, n]`, `block_indices` blocks for each KV head, `[B, H_kv, S, n]`;
     of both, what is negative is none.
     """
-    tokens, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    tokens = kwargs.get("indices")
     if tokens is not None:
         if tokens.shape[-1] >= total and not bool((tokens < 0).any()):
             return mask
         kept = _scattered(tokens, total)[:, None]
-    elif blocks is not None:
+    else:
+        blocks: Tensor = kwargs["block_indices"]
         size = getattr(getattr(module, "indexer", None), "block_size", None)
         if type(size) is not int:
             raise KVPactError(
@@ -111,8 +112,6 @@ def chosen(
         kept = _scattered(blocks, count).repeat_interleave(size, dim=-1)[..., :total]
         heads = module.config.num_attention_heads
         kept = kept.repeat_interleave(heads // kept.shape[1], dim=1)
-    else:
-        return mask
     if mask is None:
         places = torch.arange(total, dtype=torch.long, device=kept.device)
         return kept & (places <= places[total - queries :, None])

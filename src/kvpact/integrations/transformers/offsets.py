@@ -181,14 +181,15 @@ def key_layout(attention: Any) -> Layout | None:
     module = sys.modules[type(attention).__module__]
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float32, device="cpu")
     rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)
-    turned = None
     if rotate is not None:
         turned = rotate(x)
     elif apply is not None:
         turned = apply(x, x.new_zeros(1, 2), x.new_ones(1, 2))
+    else:
+        return None
     layouts: dict[tuple[float, ...], Layout]
     layouts = {(-3.0, -4.0, 1.0, 2.0): "half", (-2.0, 1.0, -4.0, 3.0): "interleaved"}
-    return None if turned is None else layouts.get(tuple(turned.flatten().tolist()))
+    return layouts.get(tuple(turned.flatten().tolist()))
 
 
 def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> KeyOffset | None:

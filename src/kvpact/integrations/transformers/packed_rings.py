@@ -95,7 +95,7 @@ def restored_rings(
             _restore(entry, rows, geometry, device)
         else:
             _pack(entry, given["keys"].to(device), given["values"].to(device), tokens)
-        held, window = entry.length, shared.window or 0
+        held, window = entry.length, shared.window
         begin = tokens - held
         if begin < 0 or (begin and held < window - 1):
             raise GeometryError(

@@ -46,7 +46,7 @@ class SharedState:
     - `specs`: one per compressed layer; empty over a paged cache.
     - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
     - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
-    - `window`: of the layers' attention, if it slides; None where it is over all tokens.
+    - `window`: of the layers' attention, if it slides; 0 where it is over all tokens.
     - `recording`: whether those with a window let go of nothing until a rollback.
     - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap.
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
@@ -63,7 +63,7 @@ class SharedState:
         compute: Compute | None = None,
         key_offsets: dict[int, KeyOffset] | None = None,
         calibration: Calibration | None = None,
-        window: int | None = None,
+        window: int = 0,
         budget: Budget | None = None,
     ) -> None:
         self.budget = budget
@@ -77,7 +77,7 @@ class SharedState:
         self.waiting: list[Any] = [None] * len(specs)
         self.asked: Asked | None = None
         self.latest: tuple[Any, BatchCache] | None = None
-        self.may_wait = window is None
+        self.may_wait = not window
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None

@@ -68,21 +68,15 @@ class RingTokens(NewTokens):
     __slots__ = ()
 
     @property
-    def _window(self) -> int:
-        window = self.shared.window
-        assert window is not None
-        return window
-
-    @property
     def behind(self) -> int:  # type: ignore[override]
         """Tokens held that no query of these sees."""
-        return max(self.total - self.k.shape[2] - self._window + 1, 0)
+        return max(self.total - self.k.shape[2] - self.shared.window + 1, 0)
 
     def as_held(
         self, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Return a mask of the tokens behind the window, too, or the window in its place."""
-        kwargs, behind = {**kwargs, "sliding_window": self._window}, self.behind
+        kwargs, behind = {**kwargs, "sliding_window": self.shared.window}, self.behind
         if kwargs.get("position_bias") is not None:
             raise KVPactError("a bias by positions is not honoured with sliding=; leave that out")
         if mask is None:
@@ -96,7 +90,7 @@ class RingTokens(NewTokens):
         """See `NewTokens`; then let go of what no query to come sees."""
         output = super().attend(q, config)
         if not self.shared.recording and isinstance(self._cache, ContiguousCache):
-            self._cache.entry(self._layer).let_go(self._window - 1)
+            self._cache.entry(self._layer).let_go(self.shared.window - 1)
         return output
 
     def own_padding(self, padding: Tensor) -> Tensor | None:
@@ -123,13 +117,9 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Whether nothing is let go of before the next `crop`, which may then go as far back."""
         return self._shared.recording
 
-    @record_past.setter
-    def record_past(self, recording: bool) -> None:
-        self._shared.recording = recording
-
     def activate_past_recording(self) -> None:
         """Let go of nothing before the next `crop`."""
-        self.record_past = True
+        self._shared.recording = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
