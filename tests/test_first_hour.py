@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from tiny_configs import SIZES, gemma3
 from tiny_llama import tiny_llama
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, QuantizedCache  # noqa: F401
+from transformers import Gemma3ForCausalLM, LlamaForCausalLM, QuantizedCache  # noqa: F401
 
 import kvpact
 from kvpact.errors import KVPactError
@@ -149,17 +150,7 @@ def test_a_cache_tells_what_it_holds(model):
 
 
 def test_layers_that_stay_as_they_are_count_in_a_models_cache():
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"],
-    )
+    config = gemma3(SIZES, "sliding", "full")  # a window of 16, 2 heads of 16 numbers
     torch.manual_seed(0)
     cache = kvpact.CompressedCache(config)
     with torch.inference_mode():

@@ -10,9 +10,9 @@ from itertools import accumulate
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis.stateful import invariant, precondition, rule
-from tests.cache.test_state_machine import DIM, HEADS, SETTINGS, V_DIM, Histories, examples
+from random_cases import run_histories
+from tests.cache.test_state_machine import DIM, HEADS, STEPS, V_DIM, Histories, examples
 from tests.helpers.faults import same_state
 
 import kvpact
@@ -156,9 +156,7 @@ def run(rungs, examples, rows, offset=None):
     """Run histories of a budget within which so many rows take rungs."""
     dtype, budget = LADDERS[rungs]
     members = {"rungs": rungs, "dtype": dtype, "budget": rows * budget, "offset": offset}
-    case = type("Machine", (BudgetHistories,), members).TestCase
-    case.settings = settings(SETTINGS, max_examples=examples)
-    case("runTest").runTest()
+    run_histories(BudgetHistories, STEPS, examples, **members)
 
 
 SHAPE = kvpact.CacheGeometry(4, 2, 32, dtype=torch.bfloat16)

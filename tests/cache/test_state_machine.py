@@ -5,8 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, length_of, same_state
 
 import kvpact
@@ -22,13 +22,7 @@ from kvpact.testing import (
 )
 
 HEADS, DIM, V_DIM = 2, 16, 8
-SETTINGS = settings(
-    stateful_step_count=20,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+STEPS = 20
 SPECS = {
     "none": torch.bfloat16,
     "fp8": torch.float16,
@@ -286,7 +280,4 @@ def test_histories_of_keys_with_an_offset(spec, dtype):
 
 
 def run(spec, dtype, examples, offset=None):
-    members = {"spec": spec, "dtype": dtype, "offset": offset}
-    case = type("Machine", (Histories,), members).TestCase
-    case.settings = settings(SETTINGS, max_examples=examples)
-    case("runTest").runTest()
+    run_histories(Histories, STEPS, examples, spec=spec, dtype=dtype, offset=offset)

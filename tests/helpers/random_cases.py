@@ -1,8 +1,12 @@
-"""Random cases of kernels: some in `make test`, eight times as many in `make test-slow`."""
+"""Random cases: some in `make test`, more in `make test-slow`; and random histories of caches."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 
+HISTORIES = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+"""Of histories that are the same in every run, however long each takes."""
 times = pytest.mark.parametrize("times", (1, pytest.param(8, marks=pytest.mark.slow)))
 
 
@@ -17,3 +21,10 @@ def random_cases(examples, *arguments):
         return test
 
     return decorate
+
+
+def run_histories(machine, steps, examples, **members):
+    """Run so many histories, of so many steps, of a state machine with members of its own."""
+    case = type("Machine", (machine,), members).TestCase
+    case.settings = settings(HISTORIES, stateful_step_count=steps, max_examples=examples)
+    case("runTest").runTest()

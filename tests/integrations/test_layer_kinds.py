@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from closeness import WHOLE_BOUND, error
-from tiny_configs import KINDS, WINDOW, dots3, run
+from tiny_configs import KINDS, WINDOW, dots3, gemma4_k_eq_v, run
 from transformers import DynamicCache, Gemma3nTextConfig, Gemma4TextConfig, LlamaConfig
 
 from kvpact.errors import GeometryError
@@ -41,18 +41,8 @@ def test_widths_of_latents_are_read_layer_by_layer(make_model, sizes, ids):
 
 def test_a_model_whose_layers_have_unlike_heads_is_calibrated(make_model, sizes):
     """Gemma 4's config has no number of KV heads for all layers: reading it raises."""
-    config = Gemma4TextConfig(
-        **sizes,
-        head_dim=16,
-        global_head_dim=32,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=128,
-    )
-    model = make_model(config)
+    own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    model = make_model(gemma4_k_eq_v(sizes, "sliding", "full", num_global_key_value_heads=1, **own))
     texts = [torch.randint(3, 128, (160,), generator=torch.Generator().manual_seed(6))]
     known = calibrate(model, texts, [parse_spec("pca:bits=2")])
     assert sorted(known.layers) == [1]

@@ -3,7 +3,8 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
+from random_cases import HISTORIES
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, Snapshot, create_cache
 from kvpact.errors import SpecError
@@ -33,13 +34,6 @@ STEPS = st.lists(
         st.tuples(st.just("fork"), st.integers(1, 40)),
     ),
     max_size=6,
-)
-SETTINGS = settings(
-    max_examples=5,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -89,7 +83,7 @@ def run(cache, steps, dtype: torch.dtype) -> list:
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 @pytest.mark.parametrize("spec", SPECS)
-@SETTINGS
+@settings(HISTORIES, max_examples=5)
 @given(
     first=st.integers(1, 150),
     padding=st.booleans(),

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tests.stores import test_stores
 
 from kvpact.stores import MemoryStore
 from kvpact.stores.records import HEADER
-from kvpact.testing import StoreContract
 
 
 class Unverified(MemoryStore):
@@ -69,16 +69,9 @@ class Ghosts(MemoryStore):
 
 
 def contract_of(kind):
-    class Contract(StoreContract):
-        persistent = False
-        budget = expires = True
-
+    class Contract(test_stores.TestMemoryStore):
         def make_store(self, place, **options):
             return kind(**options)
-
-        def tamper(self, store, key, edit):
-            record, created = store._records[key]
-            store._records[key] = (edit(record), created)
 
     return Contract()
 

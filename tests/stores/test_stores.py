@@ -48,40 +48,35 @@ class TestFsspecFiles(TestFsspecMemory):
         return FsspecStore(f"file://{place}/store", **options)
 
 
-class TestBackgroundStore(TestDirectoryStore):
+class Around:
+    """Of a store around another one, which holds the records."""
+
+    def tamper(self, store, key, edit):
+        super().tamper(store._inner, key, edit)
+
+
+class TestBackgroundStore(Around, TestDirectoryStore):
     def make_store(self, place, **options):
         return BackgroundStore(super().make_store(place, **options))
 
-    def tamper(self, store, key, edit):
-        super().tamper(store._inner, key, edit)
 
-
-class TestRefusingBackgroundStore(TestMemoryStore):
+class TestRefusingBackgroundStore(Around, TestMemoryStore):
     def make_store(self, place, **options):
         return BackgroundStore(super().make_store(place, **options), on_full="refuse")
-
-    def tamper(self, store, key, edit):
-        super().tamper(store._inner, key, edit)
 
 
 SECRET = secrets.token_bytes(32)
 
 
-class TestEncryptedStore(TestMemoryStore):
+class TestEncryptedStore(Around, TestMemoryStore):
     def make_store(self, place, **options):
         return EncryptedStore(super().make_store(place, **options), SECRET)
 
-    def tamper(self, store, key, edit):
-        super().tamper(store._inner, key, edit)
 
-
-class TestEncryptedChaCha(TestDirectoryStore):
+class TestEncryptedChaCha(Around, TestDirectoryStore):
     def make_store(self, place, **options):
         inner = super().make_store(place, **options)
         return EncryptedStore(inner, SECRET, cipher="chacha20-poly1305")
-
-    def tamper(self, store, key, edit):
-        super().tamper(store._inner, key, edit)
 
 
 @pytest.fixture(autouse=True)

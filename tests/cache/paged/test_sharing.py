@@ -23,6 +23,14 @@ def fill(cache, seq, tokens, seed=0):
         cache.append(layer, {seq: kv(tokens, seed, cache.seq_len(seq, layer))})
 
 
+def filled(spec, tokens, pages=16, page_size=None):
+    """Return a cache, and its only sequence."""
+    cache = PagedKVCache(spec, GEOMETRY, pages, page_size)
+    seq = cache.allocate()
+    fill(cache, seq, tokens)
+    return cache, seq
+
+
 def shown(cache, seq, layer=1):
     entry = cache._sequence(seq).layers[layer]
     return entry.dequantize("k"), entry.dequantize("v")
@@ -46,9 +54,7 @@ def twin_of(spec, *pieces):
 
 
 def test_a_fork_takes_pages_when_it_writes():
-    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
-    seq = cache.allocate()
-    fill(cache, seq, 70)  # pages of 32: two full ones and one begun
+    cache, seq = filled("int:bits=4,window=0", 70)  # pages of 32: two full ones and one begun
     free = cache.num_free_pages
     fork = cache.fork(seq)
     assert cache.num_free_pages == free
@@ -68,9 +74,7 @@ def test_a_fork_takes_pages_when_it_writes():
 
 
 def test_a_fork_at_the_end_of_a_page_copies_nothing():
-    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
-    seq = cache.allocate()
-    fill(cache, seq, 64)
+    cache, seq = filled("int:bits=4,window=0", 64)
     fork = cache.fork(seq)
     free = cache.num_free_pages
     fill(cache, fork, 1)
@@ -79,9 +83,7 @@ def test_a_fork_at_the_end_of_a_page_copies_nothing():
 
 
 def test_a_result_from_before_is_never_another_sequences():
-    cache = PagedKVCache(LOSSY, GEOMETRY, 8)
-    seq = cache.allocate()
-    fill(cache, seq, 100)
+    cache, seq = filled(LOSSY, 100, 8)
     k, v = (x[None] for x in kv(1, 1))
     result = cache.view([seq]).prefill(0, k, v)
     cache.free(seq)
@@ -95,9 +97,7 @@ def test_a_result_from_before_is_never_another_sequences():
 
 
 def test_what_matches():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 24)
-    seq = cache.allocate()
-    fill(cache, seq, 100)
+    cache, seq = filled("int:bits=4", 100, 24)
     cache.publish(seq, IDS[:100])
 
     def matched(ids):
@@ -122,9 +122,7 @@ def test_what_matches():
 
 
 def test_a_cut_page_matches_no_more_unless_somebody_holds_it():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
-    seq = cache.allocate()
-    fill(cache, seq, 100)
+    cache, seq = filled("int:bits=4", 100)
     cache.publish(seq, IDS[:100])
     cache.truncate(seq, 70)  # the third page
     assert cache.seq_len(cache.allocate(IDS)) == 64
@@ -136,9 +134,7 @@ def test_a_cut_page_matches_no_more_unless_somebody_holds_it():
 
 
 def test_a_cut_page_is_withdrawn_before_it_is_written():
-    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
-    seq = cache.allocate()
-    fill(cache, seq, 64)
+    cache, seq = filled("int:bits=4,window=0", 64)
     cache.publish(seq, IDS[:64])
     fork = cache.fork(seq)
     cache.truncate(fork, 40)  # shared: stays on offer
@@ -152,9 +148,7 @@ def test_a_cut_page_is_withdrawn_before_it_is_written():
 def test_a_rollback_into_a_group_that_was_packed_in_advance_opens_it_again():
     """The window has all of its tokens: they are packed anew, as if nobody had published them."""
     spec = "kivi:bits=2,window=40"
-    cache = PagedKVCache(spec, GEOMETRY, 24, 32)
-    seq = cache.allocate()
-    fill(cache, seq, 100)
+    cache, seq = filled(spec, 100, 24, 32)
     assert cache.publish(seq, IDS[:100]) == 3
     twin = twin_of(spec, (100, 0))
     for rolled in (lambda n: cache.truncate(seq, n), twin.truncate):

@@ -6,9 +6,9 @@ known. Lossy methods are compared with a contiguous cache per sequence.
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from page_model import GEOMETRY, LAYERS, LONGEST, PROMPTS, Model, calibration, kv
+from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, same_state
 
 from kvpact import PagedKVCache
@@ -16,13 +16,6 @@ from kvpact.cache.saved import layer_state
 from kvpact.errors import CacheFull, SequenceError
 from kvpact.testing import same_bytes
 
-SETTINGS = settings(
-    stateful_step_count=30,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 LEAST_CALLS = 25
 """In each example, on average."""
 LEARNING = "vq:codebook_size=16,dims=4,sinks=2,window=0/lowrank:rank=4,sinks=0,window=0"
@@ -335,10 +328,8 @@ def test_histories(spec, share, monkeypatch):
 
         monkeypatch.setattr(PagedKVCache, name, counted)
     members = {"spec": spec, "num_pages": pages, "page_size": page_size, "shares": shares}
-    case = type("Machine", (Pages,), members).TestCase
     examples = {"none": 80, LEARNING: 20}.get(spec, 40) // share
-    case.settings = settings(SETTINGS, max_examples=examples)
-    case("runTest").runTest()
+    run_histories(Pages, 30, examples, **members)
     # Many operations, not only histories that were allowed to be long.
     assert set(called) >= set(OPERATIONS[: 6 if shares else 5])
     assert len(called) >= LEAST_CALLS * examples
