@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -45,6 +46,14 @@ class Layout(Protocol):
 
     def join(self, k: Tensor, v: Tensor, chunk: Tensor) -> None:
         """Write K and V into a chunk."""
+
+
+def digest_of(size: int, parts: Iterable[bytes]) -> str:
+    """Return a BLAKE2b of so many bytes, in hexadecimal, of parts with their lengths in front."""
+    digest = hashlib.blake2b(digest_size=size)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 Where = TypeVar("Where", bound=Layout)

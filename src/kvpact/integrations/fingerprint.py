@@ -24,7 +24,7 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
     """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name."""
     digest = hashlib.blake2b(digest_size=32)
 
-    def add(data: bytes) -> None:
+    def add(data: bytes | memoryview) -> None:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
 
@@ -34,9 +34,7 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
         tensor = weights[name].detach().cpu().contiguous()
         for text in (name, str(tensor.dtype), str(tuple(tensor.shape))):
             add(text.encode())
-        data = tensor.flatten().view(torch.uint8).numpy()
-        digest.update(data.nbytes.to_bytes(8, "little"))
-        digest.update(data.data)
+        add(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -119,11 +119,10 @@ class ChunkLayout:
                 place.copy_(given)
             return
         halves = self._halves(chunk, heads)
-        for side, (given, order) in enumerate(
-            zip((k, v), self.pages.orders(chunk.dtype), strict=True)
-        ):
+        orders = self.pages.orders(chunk.dtype)
+        for side, given in enumerate((k, v)):
             pages = torch.unflatten(given, 2, (-1, self.pages.tokens)).transpose(1, 2)
-            halves[:, :, :, side, order] = pages.flatten(3)
+            halves[:, :, :, side, orders[side]] = pages.flatten(3)
         rows = halves.view(layers, halves.shape[1], heads, self.pages.tokens, -1)
         chunk.copy_(rows.transpose(2, 3).reshape(chunk.shape))
 

@@ -5,7 +5,6 @@ LMCache takes whatever is raised here as a failure, and the engine computes.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpact.errors import GeometryError, IntegrityError, KVPactError, MismatchError
-from kvpact.integrations.chunks import ChunkFormat
+from kvpact.integrations.chunks import ChunkFormat, digest_of
 from kvpact.integrations.lmcache.layout import ChunkLayout
 
 
@@ -28,10 +27,7 @@ def key_hash(key: Any) -> str:
         str(key.object_group_id).encode(),
         key.cache_salt.encode(),
     )
-    digest = hashlib.blake2b(digest_size=32)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+    return digest_of(32, parts)
 
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
 from kvpact.errors import GeometryError, IntegrityError, KVPactError, MismatchError, SpecError
-from kvpact.integrations.chunks import ChunkFormat
+from kvpact.integrations.chunks import ChunkFormat, digest_of
 from kvpact.integrations.sglang.pages import PageLayout
 from kvpact.stores import Store, open_store
 
@@ -84,7 +84,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         about = [*self._owner, str(chunks.spec), str(mem_pool_host.dtype), str(sizes)]
         if self._calibration is not None:
             about.append(hashlib.blake2b(Path(self._calibration).read_bytes()).hexdigest())
-        self._chunks, self._place = chunks, _digest(8, about)
+        self._chunks, self._place = chunks, digest_of(8, map(str.encode, about))
         super().register_mem_pool_host(mem_pool_host)
         logger.info("kvpact stores %s: %s bytes of %s", chunks, packed, exact)
 
@@ -102,7 +102,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
 
     def _name(self, key: str) -> str:
         """Return the name of a page in the store: whose it is, then SGLang's hash."""
-        return self._place + _digest(24, [key])
+        return self._place + digest_of(24, [key.encode()])
 
     def _count(self, what: str, error: KVPactError | None = None, key: str = "") -> None:
         with self._lock:
@@ -123,25 +123,20 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         chunks, name = self._format(), self._name(key)
         if target_location is None:
             raise SpecError("a page is read into a tensor: give target_location")
+        data = None
         try:
             data = self.store.fetch(name)
-            if data is None:
-                self._count("missed")
-                return None
-        except KVPactError as error:  # what failed a checksum was removed by the store
-            self._count(
-                "damaged" if isinstance(error, IntegrityError) else "unreadable", error, key
-            )
-            return None
-        try:
-            chunks.unpack(data, name, [target_location])
+            if data is not None:
+                chunks.unpack(data, name, [target_location])
         except KVPactError as error:
-            self._count("damaged", error, key)
-            if isinstance(error, IntegrityError | MismatchError):
+            damaged = data is not None or isinstance(error, IntegrityError)
+            self._count("damaged" if damaged else "unreadable", error, key)
+            # What failed the store's own checksum was removed by it.
+            if data is not None and isinstance(error, IntegrityError | MismatchError):
                 self._remove(name)
             return None
-        self._count("loaded")
-        found: Tensor = target_location
+        found: Tensor | None = None if data is None else target_location
+        self._count("missed" if found is None else "loaded")
         return found
 
     def _remove(self, name: str) -> None:
@@ -211,11 +206,3 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     def close(self) -> None:
         """Close the store."""
         self.store.close()
-
-
-def _digest(size: int, parts: Sequence[str]) -> str:
-    """Return a BLAKE2b of texts, their lengths in front."""
-    digest = hashlib.blake2b(digest_size=size)
-    for part in parts:
-        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
-    return digest.hexdigest()
