@@ -187,9 +187,8 @@ class _Place(NamedTuple):
         check_model(name_or_path)
         if (packaged := PACKAGED.get(str(name_or_path))) is not None:
             folder = str(packaged_folder(packaged))
-            return cls(
-                folder, True, f"delete the folder {folder}, it is made anew by the next call"
-            )
+            remedy = f"delete the folder {folder}, it is made anew by the next call"
+            return cls(folder, True, remedy)
         path = Path(name_or_path).expanduser()
         local = path.is_dir()
         names = ", ".join(f'"{name}"' for name in PACKAGED)

@@ -325,12 +325,9 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     packed = [spec != "none"] * len(layers.shapes)
     parts = _known_parts(spec, layers, tokens, batch)
     if parts is None:
-        pairs = _pairs(spec, layers)
-        dtype = dtype_of(layers.dtype)
-        parts = [
-            _layer_bytes(each, x.geometry(dtype), tokens // x.rate, batch) for each, x in pairs
-        ]
-        exact = iter([each.key.name == "none" for each, _ in pairs])
+        triples = _coded(spec, layers)
+        parts = [_layer_bytes(each, x, tokens // rate, batch) for each, x, rate in triples]
+        exact = iter([each.key.name == "none" for each, *_ in triples])
         packed = [x.compressed and not next(exact) for x in layers.shapes]
     for part in parts:
         found.update(part)
@@ -374,20 +371,20 @@ def not_planned(spec: SpecLike, layers: Layers) -> list[str]:
         return []
     from kvpact.cache import unplanned
 
-    pairs, dtype = dict.fromkeys(_pairs(spec, layers)), dtype_of(layers.dtype)
-    return sorted({x for each, shape in pairs for x in unplanned(each, shape.geometry(dtype))})
+    pairs = {(each, geometry) for each, geometry, _ in _coded(spec, layers)}
+    return sorted({x for pair in pairs for x in unplanned(*pair)})
 
 
-def _pairs(spec: SpecLike, layers: Layers) -> list[tuple[Spec, LayerShape]]:
-    """Return the spec and the shape of each compressed layer."""
+def _coded(spec: SpecLike, layers: Layers) -> list[tuple[Spec, CacheGeometry, int]]:
+    """Return spec, geometry and rate of each compressed layer."""
     from kvpact.cache import cache_specs
 
-    specs, dtype = layer_specs(spec, len(layers.shapes)), dtype_of(layers.dtype)
-    return [
-        (cache_specs(each, shape.geometry(dtype))[0], shape)
-        for each, shape in zip(specs, layers.shapes, strict=True)
-        if shape.compressed
-    ]
+    dtype, found = dtype_of(layers.dtype), []
+    for each, shape in zip(layer_specs(spec, len(layers.shapes)), layers.shapes, strict=True):
+        if shape.compressed:
+            geometry = shape.geometry(dtype)
+            found.append((cache_specs(each, geometry)[0], geometry, shape.rate))
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -139,14 +139,11 @@ def readers(build: dict[str, Path]) -> dict[str, str]:
     found = {}
     for name in (name for name in LOADERS if name in build):
         found[name] = "?"
-        for every, way in (
-            (False, "GGML_BACKEND_PATH"),
-            (True, "GGML_BACKEND_PATH and -ot none=CPU"),
-        ):
+        for every in (False, True):
             variables = environment(every_program=every) | LINKER
             done = run(build[name], ["-m", os.devnull], variables)
             if str(library()) in done.stdout + done.stderr:
-                found[name] = way
+                found[name] = "GGML_BACKEND_PATH" + (" and -ot none=CPU" if every else "")
                 break
     return found
 
@@ -199,12 +196,10 @@ def timing(
         if done.returncode < 0:  # its last line says nothing of it then
             why = signal.strsignal(-done.returncode) or why
         raise KVPactError(f"{program} ended with {done.returncode}: {why}") from None
-    splits = re.findall(r"splits = (\d+)", done.stderr)
+    splits = max(map(int, re.findall(r"splits = (\d+)", done.stderr)), default=None)
     tokens = row["n_prompt"] + row["n_gen"]
     names = str(row["backends"]).lower().split(",")
-    return Timing(
-        row["avg_ns"] / tokens / 1e6, max(map(int, splits), default=None), "kvpact" in names
-    )
+    return Timing(row["avg_ns"] / tokens / 1e6, splits, "kvpact" in names)
 
 
 def pair(program: Path, words: list[object], rounds: int, limit: float = LIMIT) -> dict[str, Any]:
