@@ -22,13 +22,7 @@ from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.evict import Evicting
-from kvpact.integrations.transformers.facts import (
-    COMPRESSED,
-    ENTRIES,
-    INDEXED,
-    SLIDING,
-    layer_facts,
-)
+from kvpact.integrations.transformers.facts import ENTRIES, INDEXED, SLIDING, layer_facts
 from kvpact.integrations.transformers.gaps import gaps_of
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
@@ -40,7 +34,7 @@ from kvpact.integrations.transformers.made_keys import (
 )
 from kvpact.integrations.transformers.offsets import offsets_of
 from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
-from kvpact.integrations.transformers.records import checked, restore_records, saved, tokens_held
+from kvpact.integrations.transformers.records import checked, restore_records, saved
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.kernels import Compute, choose
@@ -177,7 +171,7 @@ class CompressedCache(Evicting):
         indices, ring = count(), count()
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
-            if kind in COMPRESSED:
+            if index in compressed:
                 own: Any = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
                 own = CompressedHybridLayer if kind == "hybrid" else own
                 if kind in ENTRIES:
@@ -242,18 +236,6 @@ class CompressedCache(Evicting):
         found = saved(self.own_by_index(), tokens, whole=whole)
         return found + self._shared.gaps.record(self._caches(), tokens)
 
-    def tokens(self) -> int:
-        """Return how many tokens all layers hold.
-
-        Raises
-        ------
-        SnapshotError
-            They hold unlike numbers, since a call was interrupted. (Layers with nothing but a state
-            count none.)
-        """
-        counts = {x.get_seq_length() for x in self.layers if isinstance(x, CompressedLayer)}
-        return tokens_held(self.own_by_index(), counts)
-
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
 
@@ -270,7 +252,9 @@ class CompressedCache(Evicting):
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
         tokens = snapshot.tokens
         gaps, records = gaps_of(snapshot.records(), tokens)
-        for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
+        kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))
+        kept = (x for x in kept if isinstance(x, CompressedLayer | EntriesLayer))
+        for layer, entry in zip(kept, snapshot.manifest.layers, strict=True):
             if isinstance(layer, EntriesLayer):
                 layer.check_entries(entry.tokens, tokens)
             elif (records or gaps.ranges) and entry.tokens != tokens - gaps.gone:
@@ -295,35 +279,6 @@ class CompressedCache(Evicting):
         shared.open(gaps)
         self._rings.hold(rings, len(packed))
         restore_records(own, records)
-
-    def _packed_layers(self) -> list[Any]:
-        """Return the layers that the compressed cache has, in its order."""
-        kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))
-        return [x for x in kept if isinstance(x, CompressedLayer | EntriesLayer)]
-
-    def own_by_index(self) -> dict[int, Any]:
-        """Return the layers that hold something of their own, by their number."""
-        return {i: x for i, x in enumerate(self.layers) if type(x) is not CompressedLayer}
-
-    def held(self) -> ContiguousCache | None:
-        """Return the cache of all compressed layers, every token stored; None while one is empty.
-
-        What layers hold that transformers caches itself is not in it, but in `records`.
-
-        Raises
-        ------
-        GeometryError
-            Layers have K and V of unlike shapes.
-        """
-        caches = self._caches()
-        if None in self._shared.held:
-            return None
-        if len(caches) > 1:
-            raise GeometryError(f"layers have K and V of {len(caches)} unlike shapes or dtypes")
-        return caches[0]
-
-    def _caches(self) -> list[ContiguousCache]:
-        return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
 
     def _all_caches(self) -> list[BatchCache]:
         return [*self._caches(), *self._rings.stored()]
@@ -372,10 +327,8 @@ class CompressedCache(Evicting):
         itself. ``own_bytes`` are those of windows, states and the keys of an index, which are in no
         other figure.
         """
-        both = self._shared, self._rings
-        for shared in both:
-            shared.stored()
-        held = [pair for shared in both for pair in enumerate(shared.held)]
+        self._all_caches()  # what waits is stored
+        held = [*enumerate(self._shared.held), *enumerate(self._rings.held)]
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
         compressed = len(held)
         counts = {"compressed": compressed, "native": len(self.layers) - compressed}

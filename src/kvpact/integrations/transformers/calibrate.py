@@ -83,9 +83,8 @@ def calibrate(
             progress(index + 1, total, f"text {index + 1}")
     found = {}
     for count, layer in enumerate(sorted(rows)):
-        k, v, energy = (
-            torch.cat(parts).float().cpu() for parts in zip(*rows.pop(layer), strict=True)
-        )
+        parts = zip(*rows.pop(layer), strict=True)
+        k, v, energy = (torch.cat(part).float().cpu() for part in parts)
         less = RowOffset(offsets[layer]).without(k, 0) if layer in offsets else None
         tokens = LayerTokens(k, v, energy, outputs.get(layer), rotations.get(layer), less)
         found[layer] = calibrate_layer(tokens, specs)

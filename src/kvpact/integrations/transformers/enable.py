@@ -23,8 +23,6 @@ from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
-CACHE_NAMES = tuple(ALL_CACHE_NAMES)
-"""The names under which models of transformers take a cache."""
 PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
 _NO_MATTER = (None, "hybrid")
@@ -123,7 +121,7 @@ class _CacheMaker(_Hook):
     ) -> Any:
         """Prepare a cache as the model's class does, then replace it in `model_kwargs`."""
         mode = args[0] if args else kwargs.get("generation_mode")
-        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+        given = any(model_kwargs.get(name) is not None for name in ALL_CACHE_NAMES)
         if given or generation_config.use_cache is False:
             return self.method(generation_config, model_kwargs, *args, **kwargs)
         if (kind := generation_config.cache_implementation) is not None:

@@ -24,12 +24,7 @@ from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.made_keys import CompressedValueLayer
-from kvpact.integrations.transformers.records import (
-    attributes_of,
-    check_removable,
-    forget,
-    records_of,
-)
+from kvpact.integrations.transformers.records import check_removable, forget, records_of
 from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
 
@@ -123,7 +118,7 @@ class EngineCache(Summarized, Cache):
     ) -> None:
         super().__init__(layers=layers)
         for layer in self._own_layers():
-            attributes_of(layer)
+            records_of(layer)  # refuses by name what it does not know
         # In T5's configs, and in those like it, the other numbers of layers are the encoder's.
         count = getattr(shared.config, "num_decoder_layers", None) or len(layers)
         self._rings = rings or SharedState(shared.config, shared.exact_new, [])

@@ -1,4 +1,4 @@
-"""Tokens that a model's cache lets go of: `CompressedCache.evict` and `compact`.
+"""Tokens that a model's cache holds, and lets go of: `CompressedCache.evict` and `compact`.
 
 What is left keeps the positions it was computed with, and the next token takes the position that it
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
@@ -6,7 +6,7 @@ would have had. So the cache goes on to count the tokens that are gone: as `Gaps
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from typing import Any
 
 from torch import Tensor
 
@@ -16,10 +16,11 @@ from kvpact.geometry import check_count
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.gaps import Gaps
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.records import tokens_held
 
 
 class Evicting(EngineCache):
-    """`evict` and `compact` for the layers of a model, whose positions stay as they are."""
+    """What a model's layers hold, and `evict` and `compact`: their positions stay as they are."""
 
     def evict(self, begin: int, end: int) -> None:
         """Forget the tokens at the positions ``begin <= t < end``, in all rows and layers.
@@ -106,10 +107,38 @@ class Evicting(EngineCache):
         self.tokens()
         return self.held()
 
-    @abstractmethod
-    def held(self) -> ContiguousCache | None:
-        """Return the cache of all compressed layers; None while one is empty."""
-
-    @abstractmethod
     def tokens(self) -> int:
-        """Return how many tokens all layers count; `SnapshotError` where they differ."""
+        """Return how many tokens all layers hold.
+
+        Raises
+        ------
+        SnapshotError
+            They hold unlike numbers, since a call was interrupted. (Layers with nothing but a state
+            count none.)
+        """
+        counts = {x.get_seq_length() for x in self.layers if isinstance(x, CompressedLayer)}
+        return tokens_held(self.own_by_index(), counts)
+
+    def own_by_index(self) -> dict[int, Any]:
+        """Return the layers that hold something of their own, by their number."""
+        return {i: x for i, x in enumerate(self.layers) if type(x) is not CompressedLayer}
+
+    def held(self) -> ContiguousCache | None:
+        """Return the cache of all compressed layers, every token stored; None while one is empty.
+
+        What layers hold that transformers caches itself is not in it, but in `records`.
+
+        Raises
+        ------
+        GeometryError
+            Layers have K and V of unlike shapes.
+        """
+        caches = self._caches()
+        if None in self._shared.held:
+            return None
+        if len(caches) > 1:
+            raise GeometryError(f"layers have K and V of {len(caches)} unlike shapes or dtypes")
+        return caches[0]
+
+    def _caches(self) -> list[ContiguousCache]:
+        return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]

@@ -32,17 +32,15 @@ class Gaps(NamedTuple):
 
     def held(self, position: int) -> int:
         """Return how many tokens are held in front of a position."""
-        return position - sum(
-            min(end, position) - min(begin, position) for begin, end in self.ranges
-        )
+        gone = (min(end, position) - min(begin, position) for begin, end in self.ranges)
+        return position - sum(gone)
 
     def opened(self, begin: int, end: int) -> Gaps:
         """Return these with another range, which may take in or touch some of them."""
         near = [r for r in self.ranges if r[0] <= end and begin <= r[1] and r[1] > self.firm]
         begin, end = min([begin, *(r[0] for r in near)]), max([end, *(r[1] for r in near)])
-        return Gaps(
-            tuple(sorted([r for r in self.ranges if r not in near] + [(begin, end)])), self.firm
-        )
+        apart = [r for r in self.ranges if r not in near]
+        return Gaps(tuple(sorted([*apart, (begin, end)])), self.firm)
 
     def cut(self, length: int) -> Gaps:
         """Return these once the positions from `length` on are forgotten."""

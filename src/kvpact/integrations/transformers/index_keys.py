@@ -85,9 +85,8 @@ class IndexKeys:
         """Tokens whose keys are held; None before the first."""
         if self.index_tail is None:
             return None
-        return self.index_tail.shape[1] + (
-            0 if self.index_codes is None else self.index_codes.shape[1]
-        )
+        packed = 0 if self.index_codes is None else self.index_codes.shape[1]
+        return packed + self.index_tail.shape[1]
 
     def cut_keys(self, length: int) -> None:
         """Forget the keys from `length` on; at least one token is held then."""

@@ -90,9 +90,8 @@ class _Handle(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Do any other operation with the numbers."""
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            _Handle, lambda x: x.whole(), (args, kwargs or {})
-        )
+        given = args, kwargs or {}
+        args, kwargs = torch.utils._pytree.tree_map_only(_Handle, _Handle.whole, given)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -158,15 +157,10 @@ def _unsqueeze(x: Any, axis: int) -> Any:
 def _matmul(one: Any, other: Any) -> Any:
     if not _plain(one) or not isinstance(other, _Handle) or other.dtype is not _F32:
         return None
-    rows, count = one.shape[0], one.shape[3]
     if isinstance(other, KeysHandle):
-        if (
-            other.dim() != 4
-            or not other.turned
-            or (rows, count) != (other.shape[0], other.shape[2])
-        ):
-            return None
-        return _scores(other.keys, one, False)
+        fits = other.dim() == 4 and other.turned
+        fits = fits and (one.shape[0], one.shape[3]) == (other.shape[0], other.shape[2])
+        return _scores(other.keys, one, False) if fits else None
     assert isinstance(other, ScoresHandle)
     if not other.clipped or one.shape != (*other.shape[:2], 1, other.shape[2]):
         return None

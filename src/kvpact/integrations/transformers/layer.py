@@ -152,7 +152,6 @@ def returned_pair(
     """Return handles for K and V of all tokens; decompressed ones where attention reads memory."""
     shared = tokens.shared
     differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    made: tuple[Tensor, Tensor]
     if read or shared.attention not in _TAKES_HANDLES:
         made = tokens.part("k"), tokens.part("v")
     else:

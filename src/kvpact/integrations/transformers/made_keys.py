@@ -218,12 +218,11 @@ class ValueTokens(NewTokens):
         return self._keys.at(known, self.v, v.shape[2]).make(v)
 
     def _all(self) -> tuple[Tensor, Tensor]:
-        known = self._parts
-        if known is None:
+        if self._parts is None:
             v = super()._all()[1]
-            self._parts = None
-            known = self._parts = self._made(v), v
-        return known
+            self._parts = None  # until keys are made
+            self._parts = self._made(v), v
+        return self._parts
 
     def _over(self, step: Step, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over a step: keys are made of its values chunk by chunk."""

@@ -88,14 +88,13 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
 def _places(model: Any) -> _Places:
     """Return the attention modules whose keys may have an offset: with parents, and the RoPE."""
     config = model.config.get_text_config(decoder=True)
-    rotary = next(
-        (m for _, m in modules_named(model, "rotary_emb") if hasattr(m, "inv_freq")), None
-    )
+    named = (module for _, module in modules_named(model, "rotary_emb"))
+    rotary = next((module for module in named if hasattr(module, "inv_freq")), None)
     data = config.to_dict()
     if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
         return []
-    named = modules_named(model, "self_attn", "attention")
-    return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in named]
+    pairs = modules_named(model, "self_attn", "attention")
+    return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in pairs]
 
 
 def _marks(places: _Places) -> list[object]:
@@ -132,9 +131,8 @@ def _found(places: _Places) -> dict[int, KeyOffset]:
 
 def normalises_keys(model: Any) -> bool:
     """Tell whether a model normalises the keys of its heads (QK-norm) before it rotates them."""
-    return any(
-        _has_key_norm(module) for _, module in modules_named(model, "self_attn", "attention")
-    )
+    named = (module for _, module in modules_named(model, "self_attn", "attention"))
+    return any(map(_has_key_norm, named))
 
 
 def _has_key_norm(attention: Any) -> bool:

@@ -33,9 +33,8 @@ _LENGTH = 8
 def packed_ring(entry: CacheLayer, geometry: CacheGeometry) -> Tensor:
     """Return what a layer of such K and V holds, `[B, n]` uint8."""
     one = replace(geometry, num_layers=1)
-    whole = build_snapshot(
-        [layer_state(entry)], [entry.spec], one, ContiguousCache.layout, None, None, None
-    )
+    given = [layer_state(entry)], [entry.spec], one, ContiguousCache.layout
+    whole = build_snapshot(*given, None, None, None)
     rows = [whole.select([row]).to_bytes() for row in range(whole.manifest.batch)]
     size = max(map(len, rows))
     data = b"".join(len(x).to_bytes(_LENGTH, "little") + x.ljust(size, b"\0") for x in rows)

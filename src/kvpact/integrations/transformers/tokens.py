@@ -27,18 +27,13 @@ from kvpact.kernels.torch.attend import attend
 DENSE = torch.contiguous_format
 
 
-class _Read(threading.local):
-    """The tokens that this thread's last `update` gave to a model as they are."""
-
-    last: ref[NewTokens] | None = None
-
-
-_read = _Read()
+_read = threading.local()
+"""`last`: the tokens that this thread's last `update` gave to a model as they are."""
 
 
 def read_before_stored(k: Tensor) -> NewTokens | None:
     """Return the tokens that `k` is of, or was just made of, where they are not stored yet."""
-    last = _read.last
+    last: ref[NewTokens] | None = getattr(_read, "last", None)
     if last is None:
         return None
     _read.last, tokens = None, last()
