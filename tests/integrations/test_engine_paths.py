@@ -223,10 +223,7 @@ def test_layers_with_a_state_and_full_attention_are_compressed(
     wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
     cache = CompressedCache(model.config, "none")
     assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
-    assert cache.stats()["layers"] == {
-        "compressed": 2,
-        "native": len(cache.layers) - 2,
-    }
+    assert cache.stats()["layers"] == {"compressed": 2, "native": len(cache.layers) - 2}
     with pytest.raises(KVPactError, match="whose steps no graph of kvpact has"):
         DecodeGraph(model, cache)
     twin = copy.deepcopy(cache)

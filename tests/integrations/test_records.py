@@ -9,13 +9,7 @@ from tiny_configs import KINDS, WINDOW, interrupted, run
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpact import PagedKVCache, Snapshot, create_cache
-from kvpact.errors import (
-    FormatError,
-    GeometryError,
-    IntegrityError,
-    KVPactError,
-    SnapshotError,
-)
+from kvpact.errors import FormatError, GeometryError, IntegrityError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.records import attributes_of
 
