@@ -193,13 +193,6 @@ class ValueTokens(NewTokens):
         self._dtypes, self._widths = (k.dtype, v.dtype), (k.shape[3], v.shape[3])
         self._keys, self._positions = keys, positions
 
-    def grow_at(self, v: Tensor, positions: Tensor | None) -> bool:
-        """Append values at known positions (of all); False where they can't wait."""
-        grown = self.grow(v[..., :0], v)
-        if grown:
-            self._positions = positions
-        return grown
-
     def read(self) -> tuple[Tensor, Tensor]:
         """Return K and V of all tokens, which wait as they are."""
         k = self._made(self.v)
@@ -272,14 +265,11 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         shared, index = self._shared, self._index
         if self.apart or not self._place(key_states.detach(), value_states.detach()):
             return super().update(key_states, value_states)
-        before, keys = shared.waiting[index], self._begun
+        keys = self._begun
         assert keys is not None
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
-        if before is not None:
-            if before.grow_at(value_states, self._positions):
-                return before.read()  # type: ignore[no-any-return]
-            before.store()
+        # None wait any more: to know how many rows are held, `_place` has stored them.
         given = key_states, value_states, keys, self._positions, self.read_again
         tokens = ValueTokens(shared, index, *given)
         first = tokens.total == key_states.shape[2]
