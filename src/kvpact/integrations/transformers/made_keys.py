@@ -305,6 +305,7 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
                 "with a cache made with k_eq_v=False, which holds K and V apart"
             )
         if found is None:
+            self._positions = None  # of a first call that was refused
             say_once(
                 "k_eq_v",
                 "keys of this model's first call are not those that are made of its values, at "
