@@ -133,8 +133,9 @@ Also = tuple[Any, str, Any]
 
 def exchange(layers: Sequence[Holder], states: Sequence[Held], also: Sequence[Also] = ()) -> None:
     """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
-    if len(layers) == 1 and not also:
-        layers[0]._held = states[0]
+    if len(layers) <= 1 and not also:
+        for layer, state in zip(layers, states, strict=True):
+            layer._held = state
         return
     held = ((layer, "_held", state) for layer, state in zip(layers, states, strict=True))
     owners, names, values = zip(*held, *also, strict=True)

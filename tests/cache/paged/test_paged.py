@@ -103,6 +103,12 @@ def test_unknown_and_freed_ids(wrong):
     assert cache.allocate() not in (kept, gone)  # ids are never used again
 
 
+def test_a_batch_of_no_sequences_is_none():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 4)
+    cache.append(0, {})
+    assert cache.step(0, {}) == [] and cache.num_free_pages == 4
+
+
 def test_a_sequence_named_twice():
     cache = PagedKVCache("none", GEOMETRY, 4)
     seq = cache.allocate()
