@@ -54,7 +54,7 @@ test: lint $(BUILT) ## lint, types, layers, then the tests
 test-slow: $(BUILT) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
 
-test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then an hour or two
+test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then an hour on two cores
 	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
 	@command -v redis-server >/dev/null || echo "redis-server is not there, its tests are left out (Debian: apt-get install redis-server)"
 	@rm -rf build/wheel && $(EPIP) wheel --no-deps -w build/wheel .
