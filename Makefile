@@ -51,8 +51,8 @@ test: lint $(BUILT) ## lint, types, layers, then the tests
 	@echo "testing …"
 	@$(PYTEST)
 
-test-slow: $(BUILT) ## quality on the real model, large codebooks, every SIMD level: some minutes
-	@$(PY) -m pytest -m slow
+test-slow: $(BUILT) ## quality on real models, large codebooks, interpreted Triton, long histories, every SIMD level: some hours
+	@$(PYTEST) -m slow
 
 test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then an hour on two cores
 	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
