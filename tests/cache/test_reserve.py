@@ -21,7 +21,7 @@ def where(cache):
     slots = [
         segment[field.name].data_ptr()
         for stream in held
-        for segment in stream.store._segments
+        for segment in stream.store.held_parts()
         for field in stream.codec.fields
     ]
     return slots, [stream.memory.tensor.data_ptr() for stream in held]

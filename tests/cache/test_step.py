@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.kernels import ListSource
+from kvpact.cache.segments import SegmentList
 
 
 class Lock:
@@ -40,8 +40,8 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
 
         monkeypatch.setattr(owner, name, spy)
 
-    watch(ListSource, "gather")  # torch
-    watch(ListSource, "where")  # native kernels
+    watch(SegmentList, "gather")  # torch
+    watch(SegmentList, "where")  # native kernels
     step = step._replace(lock=lock)
     if how == "attend":
         step.attend(x[:, :, :1], AttendConfig())

@@ -230,6 +230,6 @@ class PageSource:
             tensor = self._fields[name]
             size = tensor.element_size()
             segments = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
-            found = Where(segments, 0, tensor.stride(1) * size)
+            found = Where(segments[None], 0, 0, tensor.stride(1) * size)
             self._where[name] = found if tensor[0, 0].is_contiguous() else None
         return self._where[name]

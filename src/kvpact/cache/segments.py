@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from itertools import repeat
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.kernels import ListSource, Segment, WritableSource
+from kvpact.cache.slabs import Slab, slab_shape
+from kvpact.kernels import Segment, Where, WritableSource
 from kvpact.methods import Codec
 from kvpact.units import segment_tokens
 
@@ -74,10 +76,11 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
         field.clear_from(segment[field.name], start)
 
 
-class SegmentList(ListSource, SegmentStore):
-    """Segments allocated one by one: a store, and the source that attention reads.
+class SegmentList(SegmentStore):
+    """Segments in slabs: a store, and the source that attention reads.
 
-    The first `shared` segments belong to forks, too, and are never written to.
+    What new tokens lack is one slab, so that a prompt takes few objects. The first `shared`
+    segments, whole slabs, belong to forks, too, and are never written to.
     """
 
     def __init__(
@@ -86,16 +89,14 @@ class SegmentList(ListSource, SegmentStore):
         batch: int,
         heads: int,
         device: torch.device,
-        segments: tuple[Segment, ...] = (),
+        slabs: tuple[Slab, ...] = (),
         shared: int = 0,
-        size: int = 0,
     ) -> None:
-        if not size:
-            size = segment_tokens(codec.group, 0, device.type)
-            for field in codec.fields[:1] if segments else ():
-                size = segments[0][field.name].shape[2] * field.tokens
-        super().__init__(segments, size)
-        self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
+        smallest = segment_tokens(codec.group, 0, device.type)
+        self.segment_tokens = slabs[0].shape.tokens if slabs else smallest
+        self._codec, self._shape, self._device = codec, (batch, heads), device
+        self._slabs, self._shared = slabs, shared
+        self.prepared: dict[str, Any] = {}
 
     @classmethod
     def new(
@@ -104,77 +105,94 @@ class SegmentList(ListSource, SegmentStore):
         """Return an empty list; it is a `MakeStore`."""
         return cls(codec, batch, heads, device)
 
+    @property
+    def _count(self) -> int:
+        return sum(slab.count for slab in self._slabs)
+
     def grown(self, tokens: int, kept: int) -> SegmentList:
         """Copy what is shared and will be written, allocate what is missing."""
-        size = max(
-            segment_tokens(self._codec.group, tokens, self._device.type), self.segment_tokens
-        )
-        first, shared, larger = kept // size, self._shared, size > self.segment_tokens
-        missing = -(-tokens // size) - len(self._segments)
-        if tokens == kept or (missing <= 0 and first >= shared and not larger):
+        now, shared, held = self.segment_tokens, self._shared, self._count
+        size = max(segment_tokens(self._codec.group, tokens, self._device.type), now)
+        first, wanted = kept // size, -(-tokens // size)
+        if tokens == kept or (wanted <= held and first >= shared and size == now):
             return self
-        segments = self._joined(size, kept) if larger else list(self._segments)
-        for index in range(first, 0 if larger else shared):
-            segments[index] = {name: x.clone() for name, x in segments[index].items()}
-            start = max(kept - index * self.segment_tokens, 0)
-            clear_segment(self._codec, segments[index], start)
-        segments += self._empty(size, -(-tokens // size) - len(segments))
-        shared = 0 if larger else min(first, shared)
-        return SegmentList(self._codec, *self._shape, self._device, tuple(segments), shared, size)
+        if size > now:
+            return self._with((self._copied(size, 0, wanted, kept),), 0)
+        slabs = self._slabs
+        if first < shared:
+            front = len(self._front(shared))
+            again = self._copied(size, first, shared - first, kept)
+            slabs = (*self._front(first), again, *slabs[front:])
+        if wanted > held:
+            slabs = (*slabs, self._empty(size, wanted - held))
+        return self._with(slabs, min(first, shared))
 
-    def _empty(self, size: int, count: int) -> list[Segment]:
-        """Return new segments."""
-        segments: list[Segment] = list(map(dict, repeat((), count)))
-        for field in self._codec.fields:
-            shape = (*self._shape, size // field.tokens, *field.shape)
-            for segment in segments:
-                segment[field.name] = torch.zeros(shape, dtype=field.dtype, device=self._device)
-        return segments
+    def _empty(self, size: int, count: int) -> Slab:
+        return Slab.new(slab_shape(self._codec.fields, *self._shape, size), count, self._device)
 
-    def _joined(self, size: int, kept: int) -> list[Segment]:
-        """Return the tokens in front of `kept` in larger segments; that happens once."""
-        segments, ratio = [], size // self.segment_tokens
-        for index in range(-(-kept // size)):
-            whole = self._empty(size, 1)[0]
-            for place, part in enumerate(self._segments[index * ratio : (index + 1) * ratio]):
-                for name, held in part.items():
-                    units = held.shape[2]
-                    whole[name][:, :, place * units : (place + 1) * units] = held
-            clear_segment(self._codec, whole, min(kept - index * size, size))
-            segments.append(whole)
-        return segments
+    def _copied(self, size: int, first: int, count: int, kept: int) -> Slab:
+        """Return segments from `first` on, `count` of `size`, with the tokens before `kept`."""
+        slab, now, begin = self._empty(size, count), self.segment_tokens, first * size
+        last = min((begin + count * size) // now, self._count, -(-kept // now))
+        for field in self._codec.fields if last * now > begin else ():
+            parts = self.gather(field.name, begin // now, last).split(size // field.tokens, 2)
+            for part, segment in zip(parts, slab.field(field.name), strict=False):
+                segment[:, :, : part.shape[2]] = part
+        for index in range(max(kept - begin, 0) // size, count):
+            clear_segment(self._codec, slab.segment(index), max(kept - begin - index * size, 0))
+        return slab
+
+    def _front(self, count: int) -> tuple[Slab, ...]:
+        """Return the slabs of the first segments, where they lie."""
+        front: list[Slab] = []
+        for slab in self._slabs:
+            if count > 0:
+                front.append(slab if slab.count <= count else slab.front(count))
+            count -= slab.count
+        return tuple(front)
+
+    def _between(self, first: int, last: int) -> tuple[Slab, ...]:
+        """Return the slabs of some segments; of those that are cut, copies, so that none stays."""
+        found, start = [], 0
+        for slab in self._slabs:
+            low, high = max(first - start, 0), min(last - start, slab.count)
+            if low < high:
+                found.append(slab if high - low == slab.count else slab.part(low, high))
+            start += slab.count
+        return tuple(found)
 
     def made_for(self, codec: Codec) -> SegmentList:
         """Return an empty list; the same where fields are the same."""
-        if codec.fields is self._codec.fields and not self._segments:
+        if codec.fields is self._codec.fields and not self._slabs:
             return self
         return SegmentList(codec, *self._shape, self._device)
 
     def cut(self, tokens: int) -> SegmentList:
         """Drop later segments."""
         count = -(-tokens // self.segment_tokens)
-        if count >= len(self._segments):
+        if count >= self._count:
             return self
-        return self._with(self._segments[:count], min(count, self._shared))
+        slabs = self._between(0, count)
+        whole = sum(slab.count for slab in slabs if slab in self._slabs)
+        if whole < count:  # a copy, which belongs to nobody else
+            start = (count - 1) * self.segment_tokens
+            clear_segment(self._codec, slabs[-1].segment(slabs[-1].count - 1), tokens - start)
+        return self._with(slabs, min(whole, self._shared))
 
     def behind(self, tokens: int, size: int) -> SegmentList:
         """Drop earlier segments; in smaller ones the others are copied."""
-        count, ratio = tokens // size, self.segment_tokens // size
+        count, ratio, held = tokens // size, self.segment_tokens // size, self._count
         if ratio == 1:
-            return self._with(self._segments[count:], max(self._shared - count, 0))
-        first = count // ratio
-        parts = [
-            {name: x.chunk(ratio, 2)[part].clone() for name, x in segment.items()}
-            for segment in self._segments[first:]
-            for part in range(ratio)
-        ]
-        return self._with(tuple(parts[count - first * ratio :]), 0)
+            return self._with(self._between(count, held), max(self._shared - count, 0))
+        left = self._between(count // ratio, held)
+        small = self._with(tuple(slab.resized(size) for slab in left), 0)
+        return small._with(small._between(count % ratio, small._count), 0)
 
     def clear_from(self, tokens: int) -> bool:
         """Zero slots; shared segments are cleared when they are copied."""
         size = self.segment_tokens
-        for index in range(max(tokens // size, self._shared), len(self._segments)):
-            clear_segment(self._codec, self._segments[index], max(tokens - index * size, 0))
+        for index in range(max(tokens // size, self._shared), self._count):
+            clear_segment(self._codec, self.segment(index), max(tokens - index * size, 0))
         return True
 
     def source(self) -> WritableSource:
@@ -183,22 +201,58 @@ class SegmentList(ListSource, SegmentStore):
 
     def shared(self) -> SegmentList:
         """Share all segments."""
-        other = self._with(self._segments, len(self._segments))
-        other._where, other.prepared = self._where, self.prepared
+        other = self._with(self._slabs, self._count)
+        other.prepared = self.prepared  # where the same slabs lie, whoever asks first
         return other
 
     def select(self, indices: Tensor) -> SegmentList:
         """Copy rows."""
-        segments = tuple(
-            {name: tensor.index_select(0, indices) for name, tensor in segment.items()}
-            for segment in self._segments
-        )
+        slabs = tuple(slab.rows(indices) for slab in self._slabs)
         shape = (len(indices), self._shape[1])
-        return SegmentList(self._codec, *shape, self._device, segments)
+        return SegmentList(self._codec, *shape, self._device, slabs)
 
-    def _with(self, segments: tuple[Segment, ...], shared: int) -> SegmentList:
-        return SegmentList(self._codec, *self._shape, self._device, segments, shared)
+    def _with(self, slabs: tuple[Slab, ...], shared: int) -> SegmentList:
+        return SegmentList(self._codec, *self._shape, self._device, slabs, shared)
 
     def tensors(self, name: str) -> list[Tensor]:
-        """Return a field's tensors."""
-        return [segment[name] for segment in self._segments]
+        """Return a field in each slab, with what lies unused there."""
+        return [slab.field(name, whole=True) for slab in self._slabs]
+
+    def held_parts(self) -> tuple[Segment, ...]:
+        """Return all segments: in which slabs they lie tells only how tokens came."""
+        return tuple(map(self.segment, range(self._count)))
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        for slab in self._slabs:
+            if index < slab.count:
+                return slab.segment(index)
+            index -= slab.count
+        raise IndexError(index)
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units `[B, H, units, …]` of some segments; a view of one alone."""
+        if last - first == 1:
+            return self.segment(first)[name]
+        like, start = self._slabs[0].field(name), 0
+        batch, heads, *unit = like.shape[1:]
+        out = like.new_empty(batch, heads, last - first, *unit)
+        for slab in self._slabs:
+            held = slab.field(name)[max(first - start, 0) : max(last - start, 0)]
+            begin = max(start - first, 0)
+            out[:, :, begin : begin + len(held)] = held.movedim(0, 2)
+            start += slab.count
+        return out.flatten(2, 3)
+
+    def where(self, name: str) -> Where:
+        """Return where a field's segments lie."""
+        fields, table = self._codec.fields, self.prepared.get("addresses")
+        if table is None:
+            table = np.empty((len(fields), self._count), dtype=np.int64)
+            for field, row in zip(fields, table, strict=True):
+                places = [(slab.where(field.name), slab.count) for slab in self._slabs]
+                row[:] = [at + i * step for (at, step, _, _), n in places for i in range(n)]
+            table = self.prepared.setdefault("addresses", table)  # one, if threads ask at once
+        index = [field.name for field in fields].index(name)
+        _, _, row, head = self._slabs[0].where(name) if self._slabs else (0, 0, 0, 0)
+        return Where(table, index, row, head)

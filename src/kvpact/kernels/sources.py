@@ -19,19 +19,27 @@ Segment = dict[str, Tensor]
 class Where(NamedTuple):
     """Where a field of the slots lies in the memory of its device.
 
-    - `segments`: `[segments]` int64: the address of each one's first row and head.
+    - `table`, `index`: `[fields, segments]` int64, and the field's row: the address of each
+      segment's first row and head.
     - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
     """
 
-    segments: np.ndarray[Any, Any]
+    table: np.ndarray[Any, Any]
+    index: int
     row: int
     head: int
 
     @property
+    def segments(self) -> np.ndarray[Any, Any]:
+        """The addresses of the segments."""
+        found: np.ndarray[Any, Any] = self.table[self.index]
+        return found
+
+    @property
     def address(self) -> int:
         """Where `segments` stands, for native code."""
-        found: int = self.segments.__array_interface__["data"][0]
-        return found
+        first: int = self.table.__array_interface__["data"][0]
+        return first + self.index * self.table.strides[0]
 
     @classmethod
     def of_segments(cls, tensors: list[Tensor]) -> Where | None:
@@ -42,7 +50,7 @@ class Where(NamedTuple):
         alike = all(map(Tensor.is_contiguous, tensors)) or (
             len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
         )
-        return cls(segments, row * size, head * size) if alike else None
+        return cls(segments[None], 0, row * size, head * size) if alike else None
 
 
 class SegmentSource(Protocol):
