@@ -8,9 +8,9 @@ gets these keys and values in a process of its own that holds a model and nothin
 processes take turns, a token each; medians, quartiles and ratios in this run are written to
 DIR/generate.json and generate.md.
 
-Memory is the system's count. *Resident* is what the filled cache added to the process (freed memory
-given back before both readings); *peak* how much more was resident at any time of a step: the peak
-(VmHWM) is set back right before it. *Cache* is the sum of the tensors' bytes.
+Memory is the system's count. *Resident* is what the filled cache added to the process (nothing is
+given back to the system before it is read); *peak* how much more was resident at any time of a
+step: the peak (VmHWM) is set back right before it. *Cache* is the sum of the tensors' bytes.
 
 `QuantizedCache` (4 bits) needs optimum-quanto: `make bench-quanto`. It quantises its window of 128
 tokens with all the rest again every 128th step; no measured step does.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
 
@@ -18,15 +17,9 @@ def status(key: str) -> int:
     raise KeyError(key)
 
 
-def trim() -> None:
-    """Give freed memory back to the system, so that what is resident is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def resident() -> int:
-    """Return the bytes resident and in use."""
-    trim()
+    """Return the bytes resident, free ones that no one gave back to the system among them."""
+    gc.collect()
     return status("VmRSS")
 
 

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from encode_compare import DTYPES, codec_of, random_pieces, torch_slots
+from encode_compare import DTYPES, SEGMENT, codec_of, random_pieces, torch_slots
 from matrix import ENCODED, EXACT
 
 from kvpact.arithmetic import saturated
 from kvpact.cache.segments import SegmentList
+from kvpact.cache.slabs import Slab, slab_shape
 from kvpact.errors import DtypeError, GeometryError
+from kvpact.kernels import ListSource
 from kvpact.kernels.cpu.backend import CPU
 
 FORMATS = (*ENCODED, *EXACT)
@@ -27,7 +29,7 @@ class Slots(NamedTuple):
 
 def numbers(codec, store: SegmentList, start: int, end: int, dtype, inverse: bool) -> torch.Tensor:
     """Return what the torch bodies decode."""
-    source, count = store.source(), len(store.tensors(codec.fields[0].name))
+    source, count = store.source(), len(store.held_parts())
     arrays = {field.name: field.read(source.gather(field.name, 0, count)) for field in codec.fields}
     y = codec.decode(arrays)[:, :, start:end]
     return saturated(codec.transform.inverse(y) if inverse else y, dtype)
@@ -59,9 +61,13 @@ def compare_slots(
 def packed(spec: str, side: str, tokens: torch.Tensor) -> tuple[object, SegmentList]:
     """Return a codec and the slots of tokens that it encoded."""
     codec = codec_of(spec, side, tokens.shape[3], tokens.dtype)
-    segments = tuple(torch_slots(codec, tokens, 0))
-    store = SegmentList(codec, *tokens.shape[:2], tokens.device, segments)
-    return codec, store
+    segments, (batch, heads) = torch_slots(codec, tokens, 0), tokens.shape[:2]
+    shape = slab_shape(codec.fields, batch, heads, SEGMENT)
+    slab = Slab.new(shape, len(segments), tokens.device)
+    for index, segment in enumerate(segments):
+        for name, lies in slab.segment(index).items():
+            lies.copy_(segment[name])
+    return codec, SegmentList(codec, batch, heads, tokens.device, (slab,))
 
 
 def compare(spec: str, side: str, dim: int, start: int, end: int, dtype, seed: int = 0) -> str:
@@ -121,5 +127,6 @@ def check_refusals(decode) -> None:
             call(torch.empty(1, 2, abs(end - start), 64), start, end)
     segment = store.segment(0)
     segment["codes"] = segment["codes"].repeat_interleave(2, 2)[:, :, ::2]
+    apart = Slots(codec, ListSource((segment,), store.segment_tokens))
     with pytest.raises(GeometryError, match="gaps"):
-        call(torch.empty(1, 2, 64, 64))
+        decode(apart, 0, 64, torch.empty(1, 2, 64, 64), True)

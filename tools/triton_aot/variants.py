@@ -71,7 +71,7 @@ class SlotsOfZeros:
         """Return where it lies, for all segments."""
         x = self.fields[name]
         segments = np.full(TOKENS // self.segment_tokens, x.data_ptr())
-        return Where(segments, x.stride(0) * x.itemsize, x.stride(1) * x.itemsize)
+        return Where(segments[None], 0, x.stride(0) * x.itemsize, x.stride(1) * x.itemsize)
 
 
 class Variant(NamedTuple):

@@ -31,7 +31,7 @@ from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import BudgetExceeded, CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
-from kvpact.kernels import Compute, check_covered
+from kvpact.kernels import Compute, Hold, check_covered, giving_back
 from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.spec import Spec
 
@@ -62,7 +62,7 @@ class ContiguousCache(Evictable, BatchRows):
         self.geometry, self.max_tokens = geometry, max_tokens
         self._specs, self.budget = list(specs), budget
         self._schedule: Schedule | None = None
-        self.compute = compute or Compute()
+        self.compute, self.heap = compute or Compute(), Hold()
         self.key_offsets = check_offsets(key_offsets, geometry)
         check_covered(self.compute, specs, geometry, bool(self.key_offsets))
         given = states_of(calibration, specs, geometry)
@@ -136,6 +136,8 @@ class ContiguousCache(Evictable, BatchRows):
             entry = self._layers[layer]
             output = quick_attend(entry, k, v, q, config, self.max_tokens)
             if output is not None:
+                if self.heap.active:
+                    self.heap.end()
                 return output
         return self._attend(layer, k, v, q, config)
 
@@ -150,7 +152,10 @@ class ContiguousCache(Evictable, BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
-            return attend(entry, k, v, q, config, sizes)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
+            output = attend(entry, k, v, q, config, sizes)
+            self.heap.stored(layer + 1 == len(self._layers))
+            return output
 
     @detached
     def store(
@@ -172,7 +177,10 @@ class ContiguousCache(Evictable, BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             self._check(layer, k, v, q, config)
-            return entry.store(k, v, config, q)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
+            step = entry.store(k, v, config, q)
+            self.heap.stored(layer + 1 == len(self._layers))
+            return step
 
     def prefill(
         self,
@@ -292,9 +300,10 @@ class ContiguousCache(Evictable, BatchRows):
         page_size: int | None = None,
     ) -> Snapshot:
         """Return a snapshot that has what other layers of the model hold, too."""
-        states = [layer_state(layer) for layer in self._layers]
-        given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
-        return build_snapshot(*given, records)
+        with giving_back():
+            states = [layer_state(layer) for layer in self._layers]
+            given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+            return build_snapshot(*given, records)
 
     @detached
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
@@ -318,10 +327,11 @@ class ContiguousCache(Evictable, BatchRows):
         if device is None:
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
-        built = [
-            restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
-            for index, place in enumerate(places)
-        ]
+        with giving_back():
+            built = [
+                restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
+                for index, place in enumerate(places)
+            ]
         for layer, new in zip(self._layers, built, strict=True):
             held = new._held
             layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rungs, held.ahead)
@@ -344,6 +354,7 @@ class ContiguousCache(Evictable, BatchRows):
         """Return an independent copy; slots are shared until one side writes to them."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
+        other.heap = Hold()
         other._layers = [layer.fork() for layer in self._layers]
         return other
 

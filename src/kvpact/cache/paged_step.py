@@ -37,6 +37,9 @@ def store_rows(
     """
     with cache.layer_locks[layer]:
         counts = [k.shape[2] for k, _ in tokens.values()]
+        cache.heap.begin(
+            max(counts, default=0), sum(k.nbytes + v.nbytes for k, v in tokens.values())
+        )
         with cache.pool.lock:
             sequences = [cache._sequence(seq) for seq in tokens]
             pages = [len(sequence.table) for sequence in sequences]
@@ -44,7 +47,9 @@ def store_rows(
         try:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.coming[layer] = sequence.layers[layer].length + count
-            return _store(layer, sequences, tokens, configs, good, before)
+            steps = _store(layer, sequences, tokens, configs, good, before)
+            cache.heap.stored(layer + 1 == len(cache.specs))
+            return steps
         except BaseException:
             give_back(cache, layer, sequences, pages)
             raise
@@ -126,6 +131,8 @@ def quick_rows(
             output = _run(rows, k, v, q, config, stay)
             if output is not None:
                 cache.known_rows[layer] = rows.after(new)
+                if cache.heap.active:
+                    cache.heap.end()
         finally:
             if output is None:
                 give_back(cache, layer, rows.sequences, pages)

@@ -324,7 +324,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def build_snapshot(
-    states: Sequence[LayerState],
+    states: list[LayerState],
     specs: Sequence[Spec],
     geometry: CacheGeometry,
     layout: str,

@@ -135,7 +135,8 @@ class SegmentList(SegmentStore):
         slab, now, begin = self._empty(size, count), self.segment_tokens, first * size
         last = min((begin + count * size) // now, self._count, -(-kept // now))
         for field in self._codec.fields if last * now > begin else ():
-            parts = self.gather(field.name, begin // now, last).split(size // field.tokens, 2)
+            units = self.gather(field.name, begin // now, last)
+            parts = torch.split(units, size // field.tokens, 2)
             for part, segment in zip(parts, slab.field(field.name), strict=False):
                 segment[:, :, : part.shape[2]] = part
         for index in range(max(kept - begin, 0) // size, count):

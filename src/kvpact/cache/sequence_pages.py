@@ -20,7 +20,7 @@ from kvpact.cache.segments import MakeStore
 from kvpact.cache.sequences import KnownRows, PagedSequence, packed_tokens
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry, check_count
-from kvpact.kernels import Compute
+from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
@@ -60,6 +60,7 @@ class SequencePages:
     ) -> None:
         self.specs, self.geometry, self.pool = specs, geometry, pool
         self.device, self.compute, self.key_offsets = device, compute, key_offsets
+        self.heap = Hold()
         self._dtype = geometry.dtype or torch.float32
         self._sequences: dict[int, PagedSequence] = {}
         self._next = 0

@@ -112,6 +112,8 @@ class Slab:
         shape = self.shape._replace(tokens=tokens)
         made = Slab.new(shape, self.count * ratio, self.memory.device)
         for field in self.shape.fields:
-            parts = self.field(field.name).unflatten(3, (ratio, -1)).movedim(3, 1).flatten(0, 1)
+            parts = (
+                torch.unflatten(self.field(field.name), 3, (ratio, -1)).movedim(3, 1).flatten(0, 1)
+            )
             made.field(field.name).copy_(parts)
         return made

@@ -13,7 +13,7 @@ import torch
 from kvpact.cli import options
 from kvpact.cli.console import output_console, print_document, print_table
 from kvpact.evaluate.runner import installed
-from kvpact.kernels import OPERATIONS, coverage, devices, report
+from kvpact.kernels import OPERATIONS, coverage, devices, malloc_here, report
 from kvpact.registry import Alias, list_methods
 from kvpact.spec import parse_spec
 
@@ -108,7 +108,10 @@ def methods_on(device: torch.device) -> list[dict[str, Any]]:
 
 def processor() -> dict[str, str]:
     """Return what matters of the processors."""
+    malloc = malloc_here()
+    told = f"left as it is: {malloc.reason}" if malloc.reason else "told of prompts (KVPACT_MALLOC)"
     found = {
+        "malloc": f"{malloc.name}, {told}",
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
         "cpu features": ", ".join(_flags()) or "unknown",
         "torch's cpu capability": torch.backends.cpu.get_cpu_capability(),

@@ -11,6 +11,7 @@ from kvpact.kernels.base import (
     TokenMemory,
 )
 from kvpact.kernels.choose import check_covered, choose, coverage, devices, report
+from kvpact.kernels.cpu.heap import Hold, giving_back, malloc_here
 from kvpact.kernels.finite import all_finite, check_arrival, largest
 from kvpact.kernels.index import index_scores
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position

@@ -19,27 +19,27 @@ Segment = dict[str, Tensor]
 class Where(NamedTuple):
     """Where a field of the slots lies in the memory of its device.
 
-    - `table`, `index`: `[fields, segments]` int64, and the field's row: the address of each
+    - `table`, `field`: `[fields, segments]` int64, and the field's row: the address of each
       segment's first row and head.
     - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
     """
 
     table: np.ndarray[Any, Any]
-    index: int
+    field: int
     row: int
     head: int
 
     @property
     def segments(self) -> np.ndarray[Any, Any]:
         """The addresses of the segments."""
-        found: np.ndarray[Any, Any] = self.table[self.index]
+        found: np.ndarray[Any, Any] = self.table[self.field]
         return found
 
     @property
     def address(self) -> int:
         """Where `segments` stands, for native code."""
         first: int = self.table.__array_interface__["data"][0]
-        return first + self.index * self.table.strides[0]
+        return first + self.field * self.table.strides[0]
 
     @classmethod
     def of_segments(cls, tensors: list[Tensor]) -> Where | None:

@@ -22,6 +22,7 @@ from kvpact.errors import (
     SpecError,
     StoreError,
 )
+from kvpact.kernels import giving_back
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.checkpoints import CheckpointKind
@@ -222,7 +223,11 @@ class PrefixCache:
         """
         if any(layer.length for layer in self._source.layers(seq)):
             raise GeometryError("a prefix goes into an empty cache; reset this one first")
-        ids = token_ids(tokens)
+        with giving_back():
+            return self._load(token_ids(tokens), seq)
+
+    def _load(self, ids: list[int], seq: int | None) -> int:
+        """Carry out `load`."""
         keys = self.keys(ids)
         self._unreadable.difference_update(keys)  # another process may have written them since
         if self._checkpoints is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from os import PathLike
@@ -36,7 +36,7 @@ TABLE = "checksums"
 _SUM = 16
 _ROOT_AT = 8 + len('{"__metadata__":{"blake2b":"')
 _ZEROS = "0" * 64
-Named = Sequence[tuple[str, Tensor]]
+Named = Sequence[tuple[str, "Tensor | Columns"]]
 Runs = Sequence[tuple[int, Sequence[int]]]
 
 
@@ -48,6 +48,22 @@ class _Run:
     begin: int
     repeat: int
     ends: list[int]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tensors `[rows, n]` uint8 that stand side by side, each made when it is written."""
+
+    shape: tuple[int, int]
+    parts: Iterable[Tensor]
+    dtype = torch.uint8
+
+    def write(self, out: Tensor) -> None:
+        """Copy them into `[rows * n]` uint8."""
+        whole, begin = out.view(self.shape), 0
+        for part in self.parts:
+            whole[:, begin : begin + part.shape[1]] = part
+            begin += part.shape[1]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -153,7 +169,11 @@ class Container:
         whole = torch.frombuffer(buffer, dtype=torch.uint8)
         for name, tensor in tensors:
             begin, end = entries[name].begin, entries[name].end
-            whole[len(head) + begin : len(head) + end] = as_bytes(tensor)
+            out = whole[len(head) + begin : len(head) + end]
+            if isinstance(tensor, Columns):
+                tensor.write(out)
+            else:
+                out.copy_(as_bytes(tensor))
         place = len(head) + entries[TABLE].end
         view, table = memoryview(buffer), bytearray()
         for repeat, sizes in runs:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
-from kvpact.snapshot.container import Container
+from kvpact.snapshot.container import Columns, Container
 from kvpact.snapshot.manifest import (
     LATE,
     VERSIONS,
@@ -59,7 +59,7 @@ class Snapshot:
     @classmethod
     def build(
         cls,
-        layers: Sequence[LayerState],
+        layers: list[LayerState],
         *,
         slots: int,
         geometry: CacheGeometry,
@@ -72,6 +72,7 @@ class Snapshot:
     ) -> Snapshot:
         """Make a snapshot of plain state, a `LayerState` for each layer; caches call this.
 
+        `layers` is emptied on the way, so that slots are let go of when they are copied.
         `slots`: `FORMAT_VERSION` of the slots, which begin with token `begin`; `page_size`: tokens
         per page of the file, a multiple of every field's unit; `token_ids`: `[T]` or `[B, T]`.
         """
@@ -95,23 +96,22 @@ class Snapshot:
             token_hash=None if ids is None else token_hash(ids),
             records=tuple(RecordInfo.of(record) for record in records),
         )
-        tensors: list[tuple[str, Tensor]] = []
+        tensors: list[tuple[str, Tensor | Columns]] = []
         if ids is not None and ids.numel():
             tensors.append((TOKEN_IDS, ids))
-        sizes = [sum(tensor.nbytes for _, tensor in tensors)]
-        parts = []
+        sizes = [0 if ids is None else ids.nbytes]
         for index, layer in enumerate(layers):
             exact = exact_tensors(index, layer)
             sizes.append(sum(tensor.nbytes for tensor in exact.values()))
             tensors += exact.items()
-            parts.append(pack_pages(layer.streams or (), pages, page_size))
         if records:
             sizes.append(sum(record.tensor.nbytes for record in records))
             tensors += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
-        whole = torch.cat(parts, dim=1)
-        if whole.numel():
-            tensors.append((PAGES, whole))
-        runs = [(1, sizes), (pages, [part.shape[1] for part in parts])]
+        widths = [manifest.page_bytes(index) for index in range(len(layers))]
+        runs = [(1, sizes), (pages, widths)]
+        if pages * sum(widths):
+            parts = (pack_pages(layers.pop(0).streams or (), pages, page_size) for _ in widths)
+            tensors.append((PAGES, Columns((pages, sum(widths)), parts)))
         return cls(Container.build(KIND, manifest.version, manifest.to_json(), tensors, runs))
 
     @classmethod
@@ -361,7 +361,7 @@ class Snapshot:
 
     def _like(
         self,
-        states: Sequence[LayerState],
+        states: list[LayerState],
         begin: int | None = None,
         ids: Tensor | None = None,
         records: Sequence[RecordState] = (),

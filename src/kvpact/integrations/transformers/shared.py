@@ -18,7 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.gaps import Gaps
-from kvpact.kernels import Compute
+from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
@@ -52,6 +52,7 @@ class SharedState:
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
     - `asked`: how the last layer was called; the next ones, mostly, are called alike.
     - `handles`: what the last layer's `update` returned.
+    - `heap`: what malloc is told during a prompt, by all caches here.
     - `gaps`, `gone`: tokens that are counted and held no more, and how many.
     """
 
@@ -81,6 +82,7 @@ class SharedState:
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None
+        self.heap = Hold()
         self.open(Gaps())
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
@@ -191,7 +193,9 @@ class SharedState:
         offsets = None if geometry.latent else self.key_offsets
         budget = None if self.budget is None else self.budget.for_geometry(geometry)
         given = None, self.calibration, self.compute, offsets, budget
-        return ContiguousCache(specs, geometry, *given)
+        cache = ContiguousCache(specs, geometry, *given)
+        cache.heap = self.heap
+        return cache
 
 
 def remove_last(view: PagedView, tokens: int) -> None:

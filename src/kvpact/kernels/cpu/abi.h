@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 8
+#define KVP_ABI 9
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -255,6 +255,11 @@ KVP_EXPORT int kvp_abi(void);
 // Bytes of scratch memory that the calling thread holds for its next call; `all` (or NULL) gets those of
 // all threads. A thread gives back nothing before it ends.
 KVP_EXPORT int64_t kvp_scratch(int64_t *all);
+// While there are holders, glibc's malloc asks the system for every block from 128 KiB on, and gives it back
+// at once; without, from 32 MiB on. Returns how many there are; 0 where malloc is not told.
+KVP_EXPORT int64_t kvp_heap_hold(int change);
+// Gives the system back what is free in glibc's heap. Returns whether anything was.
+KVP_EXPORT int kvp_heap_trim(void);
 // The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512,
 // 8 NEON, 16 AVX-512 with VBMI.
 KVP_EXPORT int kvp_levels(void);

@@ -43,6 +43,7 @@ class NativeLibrary:
             loaded.kvp_gather,
         )
         self._read, self._scratch = loaded.kvp_read, loaded.kvp_scratch
+        self.heap_hold, self.heap_trim = loaded.kvp_heap_hold, loaded.kvp_heap_trim
         self.bit = LEVELS[self.level]
 
     def scratch(self) -> tuple[int, int]:

@@ -66,10 +66,11 @@ StepStruct, Append = _TYPES["kvp_step_plan"], _TYPES["kvp_append"]
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     name: (
         _TYPES[result],
-        [c_void_p if "*" in x else _TYPES[x.split()[0]] for x in arguments.split(",")],
+        [c_void_p if "*" in x else _TYPES[x.split()[0]] for x in arguments.split(",")]
+        if arguments != "void"
+        else [],
     )
     for result, name, arguments in re.findall(r"KVP_EXPORT (\w+) (\w+)\(([^)]*)\);", _HEADER)
-    if arguments != "void"
 }
 """What functions of the library return and take."""
 

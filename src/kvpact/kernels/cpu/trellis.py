@@ -17,6 +17,13 @@ from kvpact.transforms import RandomHadamard
 
 _CPU = torch.device("cpu")
 _MOST_BLOCKS = 3
+_LEARNT = {
+    "weight": torch.float32,
+    "first": torch.float32,
+    "order": torch.int32,
+    "deviation": torch.float32,
+}
+"""What is learnt of keys, in the order in which kernels get it, each of the width of K but one."""
 
 
 def reason(form: TrellisForm, by_token: bool) -> str:
@@ -77,17 +84,19 @@ class TrellisArguments:
         return other
 
     def _set(self, state: Mapping[str, Tensor]) -> None:
-        args = self._args
-        for name in ("weight", "first"):
-            if name in state:
-                setattr(args, name, self._keep(state[name], torch.float32))
-        if "order" in state:
-            args.order = self._keep(state["order"], torch.int32)
-            blocks = state["deviation"].shape[1]
-            deviation = torch.nn.functional.pad(state["deviation"], (0, _MOST_BLOCKS - blocks))
-            args.deviation = self._keep(deviation, torch.float32)
+        """Copy what was learnt into one tensor, since each that lives on costs more than it has."""
+        args, found = self._args, {name: state[name] for name in _LEARNT if name in state}
+        if "deviation" in found:
+            blocks = found["deviation"].shape[1]
+            found["deviation"] = torch.nn.functional.pad(
+                found["deviation"], (0, _MOST_BLOCKS - blocks)
+            )
+        if found:
+            numbers = [x.to("cpu", _LEARNT[name]).flatten() for name, x in found.items()]
+            whole = torch.cat([x.view(torch.int32) for x in numbers])
+            address = whole.data_ptr()
+            for name, x in zip(found, numbers, strict=True):
+                setattr(args, name, address)
+                address += x.nbytes
+            self._alive.append(whole)
         self.address = ctypes.addressof(args)
-
-    def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        self._alive.append(tensor.to("cpu", dtype).contiguous())
-        return self._alive[-1].data_ptr()

@@ -1,0 +1,222 @@
+"""Memory of a process in which caches come, go, grow, are saved and restored, as the kernel counts.
+
+    python benchmarks/long_lived.py [--model smollm2] [--spec trellis:bits=4] [--only NAME …]
+        [--runs 3] [--out DIR]
+
+Each scenario runs in a process of its own, on two threads. All sizes are MiB over what was resident
+before the scenario began (VmRSS and VmHWM, Linux), when the model was loaded and had generated two
+tokens; *cache* is what the cache's own account says at the end. Nothing is given back to the system
+before it is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import about, head, save
+from resident import peak_over, peak_start, resident
+
+from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable, evaluate
+from kvpact.data import book_path
+from kvpact.integrations.models import load_model
+from kvpact.integrations.transformers import CompressedCache, PagedBatch, prefix_cache
+from kvpact.stores import open_store
+
+MIB = 1 << 20
+Sizes = dict[str, float]
+
+
+class World:
+    """A model, the tokens of a book, and what was resident when a scenario began."""
+
+    def __init__(self, name: str, spec: str) -> None:
+        torch.set_num_threads(2)
+        self.name, self.spec = name, spec
+        self.model, self.tokenizer = load_model(name)
+        text = book_path().read_text("utf-8")
+        self.ids = self.tokenizer(text * 2, return_tensors="pt")["input_ids"]
+        self.generate(self.ids[:, :64], 2)
+        self.start = peak_start()
+
+    def generate(self, ids: torch.Tensor, new: int, **given: Any) -> Any:
+        """Generate greedily."""
+        fixed = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
+        return self.model.generate(ids, max_new_tokens=new, **fixed, **given)
+
+    def filled(self, tokens: int, **options: Any) -> CompressedCache:
+        """Return a cache of a prompt and a step."""
+        cache = CompressedCache(self.model, self.spec, **options)
+        self.generate(self.ids[:, :tokens], 2, past_key_values=cache)
+        return cache
+
+    def over(self) -> float:
+        """Return what is resident beyond the start."""
+        return (resident() - self.start) / MIB
+
+    def sizes(self, cache: float = 0.0) -> Sizes:
+        """Return peak and what is there now, and a cache's bytes."""
+        return {"cache": cache / MIB, "peak": peak_over(self.start) / MIB, "after": self.over()}
+
+
+def chat(world: World) -> Sizes:
+    """20 turns of 200 tokens and 24 of an answer on one cache."""
+    cache, ids = CompressedCache(world.model, world.spec), world.ids[:, :0]
+    for turn in range(20):
+        ids = torch.cat([ids, world.ids[:, 200 * turn : 200 * turn + 200]], 1)
+        ids = world.generate(ids, 24, past_key_values=cache)
+    return world.sizes(cache.nbytes)
+
+
+def server(world: World) -> Sizes:
+    """100 conversations of 500 to 1,000 tokens, one after the other, with `enable`."""
+    enable(world.model, world.spec)
+    found = []
+    for turn in range(100):
+        world.generate(world.ids[:, turn : turn + 500 + 5 * turn], 4)
+        found.append(world.over())
+    disable(world.model)
+    return world.sizes() | {"after 10": found[9], "after 100": found[-1]}
+
+
+def together(world: World) -> Sizes:
+    """80 conversations of 400 tokens with `enable`, 8 at a time in threads."""
+    enable(world.model, world.spec)
+    found = []
+    for _ in range(10):
+        ids = world.ids[:, :400]
+        threads = [threading.Thread(target=world.generate, args=(ids, 4)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found.append(world.over())
+    disable(world.model)
+    return world.sizes() | {"after 16": found[1], "after 80": found[-1]}
+
+
+def evaluation(world: World) -> Sizes:
+    """`evaluate` on 8,000 tokens in chunks of 512, beside an exact cache."""
+    evaluate(world.model, [world.spec], tokenizer=world.tokenizer, tokens=8000, chunk=512)
+    return world.sizes()
+
+
+def snapshot(world: World) -> Sizes:
+    """A snapshot of 4,000 tokens made, written and restored: peaks in copies of the cache."""
+    cache = world.filled(4000)
+    size, found = cache.nbytes, {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.kvpact"
+        for name, work in (
+            ("made", lambda: cache.snapshot().save(path)),
+            ("restored", lambda: cache.restore(Snapshot.load(path))),
+        ):
+            start = peak_start()
+            work()
+            found[f"{name}, copies"] = peak_over(start) / size
+    return world.sizes(size) | found
+
+
+def prefix(world: World) -> Sizes:
+    """A prefix of 4,000 tokens computed, saved, and loaded into a new cache."""
+    ids = world.ids[:, :4001]
+    with tempfile.TemporaryDirectory() as folder, open_store(folder) as store:
+        for _ in range(2):  # what was computed first is loaded then
+            cache, start = CompressedCache(world.model, "turboquant:bits=4"), peak_start()
+            prefixes = prefix_cache(store, world.model, cache)
+            prefixes.prefill(ids)
+        loaded = peak_over(start) / cache.nbytes
+        return world.sizes(cache.nbytes) | {"loaded, copies": loaded}
+
+
+def budget(world: World) -> Sizes:
+    """8,000 tokens in chunks of 256 within 24 MiB."""
+    cache = CompressedCache(world.model, budget="24MiB")
+    given = {"past_key_values": cache, "prefill_chunk_size": 256}
+    world.generate(world.ids[:, :8000], 16, **given)
+    return world.sizes(cache.nbytes)
+
+
+def pages(world: World) -> Sizes:
+    """Pages for 4,096 tokens, a prompt of 4,000 and 16 steps in them."""
+    config, shape = world.model.config, CacheGeometry.from_config(world.model.config)
+    pool = PagedKVCache("turboquant:bits=4", shape, num_pages=64, page_size=64)
+    batch = PagedBatch(config, pool, [pool.allocate()])
+    world.model.set_attn_implementation("kvpact")
+    with torch.no_grad():
+        for ids in (world.ids[:, :4000], *world.ids[:, 4000:4016].split(1, 1)):
+            world.model(ids, past_key_values=batch, logits_to_keep=1)
+    return world.sizes(pool.memory_usage())
+
+
+def batch(world: World) -> Sizes:
+    """8 rows of 1,000 tokens."""
+    cache = CompressedCache(world.model, world.spec)
+    rows = world.ids[0, :8000].view(8, 1000)
+    world.generate(rows, 16, past_key_values=cache)
+    return world.sizes(cache.nbytes)
+
+
+def beams(world: World) -> Sizes:
+    """4 beams behind a prompt of 2,000 tokens."""
+    cache = CompressedCache(world.model, world.spec)
+    world.generate(world.ids[:, :2000], 32, past_key_values=cache, num_beams=4)
+    return world.sizes(cache.nbytes)
+
+
+SCENARIOS: dict[str, Callable[[World], Sizes]] = {
+    each.__name__: each
+    for each in (
+        *(chat, server, together, evaluation, snapshot),
+        *(prefix, budget, pages, batch, beams),
+    )
+}
+
+
+def run(name: str, model: str, spec: str) -> Sizes:
+    """Carry out a scenario in a new process."""
+    command = [sys.executable, __file__, "--one", name, "--model", model, "--spec", spec]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: Sizes = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Run scenarios, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--spec", default="trellis:bits=4")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", choices=SCENARIOS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(SCENARIOS[options.one](World(options.model, options.spec))))
+        return
+    rows = []
+    for name in options.only:
+        runs = [run(name, options.model, options.spec) for _ in range(options.runs)]
+        row = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        rows.append({"scenario": name, "what": SCENARIOS[name].__doc__, **row})
+        print(name, {key: round(value, 2) for key, value in row.items()}, flush=True)
+    if options.out is not None:
+        found = about(model=options.model, spec=options.spec, runs=options.runs)
+        cells = ["| scenario | MiB, or copies |", "|---|---|"]
+        for row in rows:
+            sizes = (f"{x} {y:.1f}" for x, y in row.items() if x not in ("scenario", "what"))
+            cells.append(f"| {row['what']} | {', '.join(sizes)} |")
+        save(options.out, "long_lived", found, rows, "\n".join([head(found), "", *cells, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+// What glibc's malloc is told while prompts are stored. Other allocators are told nothing.
+#include <mutex>
+#include <stdlib.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+#include "abi.h"
+
+namespace {
+
+#if defined(__GLIBC__)
+// glibc begins with `low`, raises it to the largest block that was freed, `high` at most, and gives
+// back what is free at the end of the heap beyond twice as much. Once told, it raises it no more.
+const int low = 128 << 10, high = 32 << 20;
+#endif
+std::mutex lock;
+int64_t holders = 0;
+
+} // namespace
+
+int64_t kvp_heap_hold(int change) {
+    std::lock_guard<std::mutex> guard(lock);
+#if defined(__GLIBC__)
+    if (!holders && change > 0 && !(mallopt(M_MMAP_THRESHOLD, high) && mallopt(M_TRIM_THRESHOLD, 2 * high))) return 0;
+    holders += change;
+    if (holders == (change > 0)) mallopt(M_MMAP_THRESHOLD, holders ? low : high);
+#else
+    (void)change;
+#endif
+    return holders;
+}
+
+int kvp_heap_trim(void) {
+#if defined(__GLIBC__)
+    return malloc_trim(0);
+#else
+    return 0;
+#endif
+}
