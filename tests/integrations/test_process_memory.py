@@ -59,7 +59,7 @@ else:
 found = {"peak": status("VmHWM") - before, "after": status("VmRSS") - before}
 found["blocks"] = live() - blocks if counted else 0
 found["cache"] = 0 if spec == "exact" else cache.nbytes
-found["holders"] = 0 if _native() is None else _native().hold(1) - 1
+found["holders"] = 0 if _native() is None else _native().heap_hold(1) - 1
 print(json.dumps(found))
 """
 

@@ -12,7 +12,7 @@ from matrix import ENCODED, EXACT
 
 from kvpact.arithmetic import saturated
 from kvpact.cache.segments import SegmentList
-from kvpact.cache.slabs import Slab, slab_shape
+from kvpact.cache.slabs import Slab, SlabShape
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels import ListSource
 from kvpact.kernels.cpu.backend import CPU
@@ -62,7 +62,7 @@ def packed(spec: str, side: str, tokens: torch.Tensor) -> tuple[object, SegmentL
     """Return a codec and the slots of tokens that it encoded."""
     codec = codec_of(spec, side, tokens.shape[3], tokens.dtype)
     segments, (batch, heads) = torch_slots(codec, tokens, 0), tokens.shape[:2]
-    shape = slab_shape(codec.fields, batch, heads, SEGMENT)
+    shape = SlabShape(codec.fields, batch, heads, SEGMENT)
     slab = Slab.new(shape, len(segments), tokens.device)
     for index, segment in enumerate(segments):
         for name, lies in slab.segment(index).items():

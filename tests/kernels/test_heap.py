@@ -20,11 +20,11 @@ class Told:
     def __init__(self):
         self.holders, self.trims = 0, 0
 
-    def hold(self, change):
+    def heap_hold(self, change):
         self.holders += change
         return self.holders
 
-    def trim(self):
+    def heap_trim(self):
         self.trims += 1
 
 

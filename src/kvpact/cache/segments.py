@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.cache.slabs import Slab, slab_shape
+from kvpact.cache.slabs import Slab, SlabShape
 from kvpact.kernels import Segment, Where, WritableSource
 from kvpact.methods import Codec
 from kvpact.units import segment_tokens
@@ -120,22 +120,21 @@ class SegmentList(SegmentStore):
             return self._with((self._copied(size, 0, wanted, kept),), 0)
         slabs = self._slabs
         if first < shared:
-            front = len(self._front(shared))
-            again = self._copied(size, first, shared - first, kept)
-            slabs = (*self._front(first), again, *slabs[front:])
+            again = self._copied(size, first * size, shared - first, kept)
+            slabs = (*self._front(first), again, *slabs[len(self._front(shared)) :])
         if wanted > held:
             slabs = (*slabs, self._empty(size, wanted - held))
         return self._with(slabs, min(first, shared))
 
     def _empty(self, size: int, count: int) -> Slab:
-        return Slab.new(slab_shape(self._codec.fields, *self._shape, size), count, self._device)
+        return Slab.new(SlabShape(self._codec.fields, *self._shape, size), count, self._device)
 
-    def _copied(self, size: int, first: int, count: int, kept: int) -> Slab:
-        """Return segments from `first` on, `count` of `size`, with the tokens before `kept`."""
-        slab, now, begin = self._empty(size, count), self.segment_tokens, first * size
-        last = min((begin + count * size) // now, self._count, -(-kept // now))
-        for field in self._codec.fields if last * now > begin else ():
-            units = self.gather(field.name, begin // now, last)
+    def _copied(self, size: int, begin: int, count: int, kept: int) -> Slab:
+        """Return segments of `size` for tokens from `begin` on, with those in front of `kept`."""
+        slab, now = self._empty(size, count), self.segment_tokens
+        first, last = begin // now, min(-(-min(begin + count * size, kept) // now), self._count)
+        for field in self._codec.fields if last > first else ():
+            units = self.gather(field.name, first, last)[:, :, begin % now // field.tokens :]
             parts = torch.split(units, size // field.tokens, 2)
             for part, segment in zip(parts, slab.field(field.name), strict=False):
                 segment[:, :, : part.shape[2]] = part
@@ -152,16 +151,6 @@ class SegmentList(SegmentStore):
             count -= slab.count
         return tuple(front)
 
-    def _between(self, first: int, last: int) -> tuple[Slab, ...]:
-        """Return the slabs of some segments; of those that are cut, copies, so that none stays."""
-        found, start = [], 0
-        for slab in self._slabs:
-            low, high = max(first - start, 0), min(last - start, slab.count)
-            if low < high:
-                found.append(slab if high - low == slab.count else slab.part(low, high))
-            start += slab.count
-        return tuple(found)
-
     def made_for(self, codec: Codec) -> SegmentList:
         """Return an empty list; the same where fields are the same."""
         if codec.fields is self._codec.fields and not self._slabs:
@@ -169,25 +158,21 @@ class SegmentList(SegmentStore):
         return SegmentList(codec, *self._shape, self._device)
 
     def cut(self, tokens: int) -> SegmentList:
-        """Drop later segments."""
-        count = -(-tokens // self.segment_tokens)
+        """Drop later segments; those left of a slab that is cut are copied, so that it goes."""
+        size = self.segment_tokens
+        count = -(-tokens // size)
         if count >= self._count:
             return self
-        slabs = self._between(0, count)
-        whole = sum(slab.count for slab in slabs if slab in self._slabs)
-        if whole < count:  # a copy, which belongs to nobody else
-            start = (count - 1) * self.segment_tokens
-            clear_segment(self._codec, slabs[-1].segment(slabs[-1].count - 1), tokens - start)
+        slabs = tuple(slab for slab in self._front(count) if slab in self._slabs)
+        whole = sum(slab.count for slab in slabs)
+        if whole < count:
+            slabs += (self._copied(size, whole * size, count - whole, tokens),)
         return self._with(slabs, min(whole, self._shared))
 
     def behind(self, tokens: int, size: int) -> SegmentList:
-        """Drop earlier segments; in smaller ones the others are copied."""
-        count, ratio, held = tokens // size, self.segment_tokens // size, self._count
-        if ratio == 1:
-            return self._with(self._between(count, held), max(self._shared - count, 0))
-        left = self._between(count // ratio, held)
-        small = self._with(tuple(slab.resized(size) for slab in left), 0)
-        return small._with(small._between(count % ratio, small._count), 0)
+        """Copy later segments."""
+        end = self._count * self.segment_tokens
+        return self._with((self._copied(size, tokens, (end - tokens) // size, end),), 0)
 
     def clear_from(self, tokens: int) -> bool:
         """Zero slots; shared segments are cleared when they are copied."""
@@ -208,8 +193,8 @@ class SegmentList(SegmentStore):
 
     def select(self, indices: Tensor) -> SegmentList:
         """Copy rows."""
-        slabs = tuple(slab.rows(indices) for slab in self._slabs)
         shape = (len(indices), self._shape[1])
+        slabs = tuple(slab.rows(indices) for slab in self._slabs)
         return SegmentList(self._codec, *shape, self._device, slabs)
 
     def _with(self, slabs: tuple[Slab, ...], shared: int) -> SegmentList:

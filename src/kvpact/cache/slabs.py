@@ -14,39 +14,41 @@ from kvpact.formats import Field
 from kvpact.kernels import Segment
 
 REGISTER = 32
-"""Fields whose units are multiples of so many bytes lie in front, so that all of these do there."""
+"""Fields whose units are multiples of so many bytes lie in front: kernels load whole registers."""
 
 
 class SlabShape(NamedTuple):
-    """What a slab is of: fields in the order in which they lie, rows, heads, tokens a segment."""
+    """What a slab is of: fields, rows, heads, and the tokens of a segment."""
 
     fields: tuple[Field, ...]
     batch: int
     heads: int
     tokens: int
 
-    def units(self, field: Field) -> tuple[int, ...]:
-        """Return the shape of one segment of a field."""
-        return self.batch, self.heads, self.tokens // field.tokens, *field.shape
+
+class _Place(NamedTuple):
+    """Where a field of one segment begins and ends, and its shape."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
-def slab_shape(fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -> SlabShape:
-    """Return a shape, for fields in any order."""
+def _places(shape: SlabShape) -> tuple[dict[str, _Place], int]:
+    """Return where the fields of one segment would lie, and where that would end."""
+    fields, batch, heads, tokens = shape
 
-    def place(field: Field) -> tuple[bool, int]:
+    def order(field: Field) -> tuple[bool, int]:
         return prod(field.shape) * field.dtype.itemsize % REGISTER > 0, -field.dtype.itemsize
 
-    return SlabShape(tuple(sorted(fields, key=place)), batch, heads, tokens)
-
-
-@lru_cache(maxsize=256)
-def _places(shape: SlabShape) -> tuple[dict[str, tuple[Field, int, int]], int]:
-    """Return each field with where it would begin and end in one segment, and where that ends."""
-    sizes = [prod(shape.units(field)) * field.dtype.itemsize for field in shape.fields]
+    ordered = sorted(fields, key=order)
+    units = [(batch, heads, tokens // field.tokens, *field.shape) for field in ordered]
+    sizes = (prod(x) * field.dtype.itemsize for x, field in zip(units, ordered, strict=True))
     ends = list(accumulate(sizes, initial=0))
-    places = zip(shape.fields, ends, ends[1:], strict=False)
-    return {field.name: (field, begin, end) for field, begin, end in places}, ends[-1]
+    found = zip(ordered, ends[:-1], ends[1:], units, strict=True)
+    return {x.name: _Place(begin, end, x.dtype, unit) for x, begin, end, unit in found}, ends[-1]
 
 
 class Slab:
@@ -55,8 +57,8 @@ class Slab:
     Views of fields are made when they are asked for: objects that live on between what a model
     computes keep the heap from giving back what is freed around them.
 
-    - `memory`: `[bytes]` uint8, field by field `[segments, B, H, units, …]`.
-    - `count`: the segments that are used, the first ones.
+    `memory`: `[bytes]` uint8, field by field `[segments, B, H, units, …]`; `count`: the segments
+    that are used, the first ones.
     """
 
     __slots__ = ("_total", "count", "memory", "shape")
@@ -67,32 +69,8 @@ class Slab:
     @classmethod
     def new(cls, shape: SlabShape, count: int, device: torch.device) -> Slab:
         """Return so many segments of zeros."""
-        size = _places(shape)[1] * count
-        return cls(shape, torch.zeros(size, dtype=torch.uint8, device=device), count, count)
-
-    def field(self, name: str, whole: bool = False) -> Tensor:
-        """Return a field of the segments used, or of all: `[segments, B, H, units, …]`."""
-        field, begin, end = _places(self.shape)[0][name]
-        held = self.memory[begin * self._total : end * self._total].view(field.dtype)
-        return held.view(self._total, *self.shape.units(field))[: None if whole else self.count]
-
-    def where(self, name: str) -> tuple[int, int, int, int]:
-        """Return a field's address, and the bytes from a segment, a row, a head to the next."""
-        _, begin, end = _places(self.shape)[0][name]
-        row = (end - begin) // self.shape.batch
-        start = self.memory.data_ptr() + begin * self._total
-        return start, end - begin, row, row // self.shape.heads
-
-    def segment(self, index: int) -> Segment:
-        """Return a segment."""
-        return {field.name: self.field(field.name)[index] for field in self.shape.fields}
-
-    def part(self, first: int, last: int) -> Slab:
-        """Return a copy of the segments `first <= i < last`."""
-        made = Slab.new(self.shape, last - first, self.memory.device)
-        for field in self.shape.fields:
-            made.field(field.name).copy_(self.field(field.name)[first:last])
-        return made
+        memory = torch.zeros(_places(shape)[1] * count, dtype=torch.uint8, device=device)
+        return cls(shape, memory, count, count)
 
     def front(self, count: int) -> Slab:
         """Return the first segments where they lie; the memory of all stays."""
@@ -101,19 +79,25 @@ class Slab:
     def rows(self, indices: Tensor) -> Slab:
         """Return a copy of some rows of the batch."""
         shape = self.shape._replace(batch=len(indices))
-        made = Slab.new(shape, self.count, self.memory.device)
-        for field in self.shape.fields:
-            made.field(field.name).copy_(self.field(field.name).index_select(1, indices))
+        made = self.new(shape, self.count, self.memory.device)
+        for name in (field.name for field in shape.fields):
+            made.field(name).copy_(self.field(name).index_select(1, indices))
         return made
 
-    def resized(self, tokens: int) -> Slab:
-        """Return a copy in segments of so many tokens, a part of those of now."""
-        ratio = self.shape.tokens // tokens
-        shape = self.shape._replace(tokens=tokens)
-        made = Slab.new(shape, self.count * ratio, self.memory.device)
-        for field in self.shape.fields:
-            parts = (
-                torch.unflatten(self.field(field.name), 3, (ratio, -1)).movedim(3, 1).flatten(0, 1)
-            )
-            made.field(field.name).copy_(parts)
-        return made
+    def field(self, name: str, whole: bool = False) -> Tensor:
+        """Return a field of the segments used, or of all: `[segments, B, H, units, …]`."""
+        begin, end, dtype, shape = _places(self.shape)[0][name]
+        held = self.memory[begin * self._total : end * self._total].view(dtype)
+        return held.view(self._total, *shape)[: None if whole else self.count]
+
+    def where(self, name: str) -> tuple[int, int, int, int]:
+        """Return a field's address, and the bytes from a segment, a row, a head to the next."""
+        place = _places(self.shape)[0][name]
+        size = place.end - place.begin
+        row = size // self.shape.batch
+        start = self.memory.data_ptr() + place.begin * self._total
+        return start, size, row, row // self.shape.heads
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        return {field.name: self.field(field.name)[index] for field in self.shape.fields}

@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import ref
 
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.library import library
+from kvpact.kernels.cpu.library import NativeLibrary, library
 
 FEW = 8
 """Tokens of a step at most; a call of more is one of a prompt."""
@@ -43,49 +43,28 @@ class Malloc(NamedTuple):
 @lru_cache(maxsize=1)
 def malloc_here() -> Malloc:
     """Return what is known of this process's malloc."""
-    name = _owner()
+    name, reason = "unknown", ""
+    if _MAPS.exists():
+        address = ctypes.cast(ctypes.CDLL(None).malloc, ctypes.c_void_p).value or 0
+        for line in _MAPS.read_text("utf-8", "replace").splitlines():
+            first, last = (int(x, 16) for x in line.split()[0].split("-"))
+            if first <= address < last:
+                name = Path(line.split()[-1]).name
     if not name.startswith("libc.so") or "CS_GNU_LIBC_VERSION" not in os.confstr_names:
         return Malloc(name, "it is not glibc's")
-    name = os.confstr("CS_GNU_LIBC_VERSION") or name
     given = [x for x in _VARIABLES if x in os.environ]
-    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
-        given.append("GLIBC_TUNABLES")
-    if given:
-        return Malloc(name, f"{given[0]} is set")
+    given += ["GLIBC_TUNABLES"] * ("glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""))
     try:
         library()
     except BackendUnavailable as error:
-        return Malloc(name, str(error))
-    return Malloc(name, "")
+        reason = str(error)
+    return Malloc(
+        os.confstr("CS_GNU_LIBC_VERSION") or name, f"{given[0]} is set" if given else reason
+    )
 
 
-def _owner() -> str:
-    """Return the name of the library whose malloc is called; "unknown" where none is found."""
-    if not _MAPS.exists():
-        return "unknown"
-    address = ctypes.cast(ctypes.CDLL(None).malloc, ctypes.c_void_p).value or 0
-    for line in _MAPS.read_text("utf-8", "replace").splitlines():
-        region, *_, path = line.split(maxsplit=5)
-        first, last = (int(x, 16) for x in region.split("-"))
-        if first <= address < last:
-            return Path(path).name
-    return "unknown"
-
-
-class _Native:
-    """The functions of the library that tell malloc."""
-
-    def __init__(self) -> None:
-        loaded = library()
-        # With the interpreter's lock held: no other thread, and no fork, comes in between.
-        self.hold: Any = ctypes.PyDLL(str(loaded.path)).kvp_heap_hold
-        self.hold.restype, self.hold.argtypes = loaded.heap_hold.restype, loaded.heap_hold.argtypes
-        self.trim = loaded.heap_trim
-
-
-@lru_cache(maxsize=1)
-def _native() -> _Native | None:
-    return None if malloc_here().reason else _Native()
+def _native() -> NativeLibrary | None:
+    return None if malloc_here().reason else library()
 
 
 class Hold:
@@ -103,7 +82,7 @@ class Hold:
         self.active = self._on = self._large = False
         self._end: ref[Tensor] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
 
     def held_parts(self) -> tuple[()]:
@@ -118,7 +97,7 @@ class Hold:
         elif (native := _native()) is not None:
             self._large = self._large or size >= LARGE
             if not self._on:
-                self.active = self._on = native.hold(1) > 0
+                self.active = self._on = native.heap_hold(1) > 0
 
     def until(self, tensor: Tensor | None) -> None:
         """Let it end with a tensor that lives as long as the model's forward pass."""
@@ -143,12 +122,12 @@ class Hold:
         self._release()
         large, self._large, self._end, self.active = self._large, False, None, False
         if large and (native := _native()) is not None:
-            native.trim()
+            native.heap_trim()
 
     def _release(self) -> None:
         if self._on and (native := _native()) is not None:
             self._on = False
-            native.hold(-1)
+            native.heap_hold(-1)
 
     def __del__(self) -> None:
         if self._on:

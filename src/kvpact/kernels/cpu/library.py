@@ -43,7 +43,9 @@ class NativeLibrary:
             loaded.kvp_gather,
         )
         self._read, self._scratch = loaded.kvp_read, loaded.kvp_scratch
-        self.heap_hold, self.heap_trim = loaded.kvp_heap_hold, loaded.kvp_heap_trim
+        # With the interpreter's lock held: no other thread, and no fork, comes in between.
+        self.heap_trim, self.heap_hold = loaded.kvp_heap_trim, ctypes.PyDLL(str(path)).kvp_heap_hold
+        self.heap_hold.restype, self.heap_hold.argtypes = FUNCTIONS["kvp_heap_hold"]
         self.bit = LEVELS[self.level]
 
     def scratch(self) -> tuple[int, int]:
