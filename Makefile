@@ -86,7 +86,7 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 faults: $(BUILT) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
 	@OMP_NUM_THREADS=1 $(PY) tools/faults/run.py --out tools/faults/caught.json
 
-bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: half an hour, into build/bench
+bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: an hour, into build/bench
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)
 	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
 	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
@@ -104,6 +104,8 @@ bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/step.py --out $(BENCH)
 	@$(PY) benchmarks/calls.py --out $(BENCH)
 	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
+	@$(PY) benchmarks/process.py --dtypes float32 --threads 1 --tokens 512 4000 --runs 3 --out $(BENCH)
+	@$(PY) benchmarks/long_lived.py --runs 1 --out $(BENCH)
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 

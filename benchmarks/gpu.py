@@ -8,7 +8,8 @@ each work captured as a graph, all in turns; the ratio is that of the fastest ex
 to ours; "general kernel" is what attends where the fast kernels do not. *latent*: the same over MLA
 latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed past. *encode*: K and V of a prompt
 into slots. *model*: a Llama of SmolLM2's shape with random weights, end to end beside
-`DynamicCache`, called as ever and as a graph.
+`DynamicCache`, called as ever and as a graph; before its steps what the prompt took of the device,
+the peak of what was allocated, and of what torch reserved, which is what others can't have.
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
@@ -23,7 +24,16 @@ from typing import Any
 
 import torch
 from gpu_exact import exact_kernels
-from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peak_memory, summary
+from gpu_timing import (
+    DEVICE,
+    bandwidth,
+    captured,
+    forget,
+    microseconds,
+    peak_memory,
+    reserved_memory,
+    summary,
+)
 from machine import about, head, save
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
@@ -142,6 +152,9 @@ def table(
 
 def line(r: Row) -> str:
     """Return a row of the report."""
+    if "reserved" in r:
+        sizes = ", ".join(f"{x} {r[x] / 1e6:.0f} MB" for x in ("allocated", "reserved", "peak"))
+        return f"| {r['part']} | {r['shape']} | {r['what']} | {sizes} | | | |"
     time = f"{r['us']:.1f} ({r['low']:.1f} to {r['high']:.1f})"
     share = f"{r['bytes/s'] / 1e12:.2f} | {r['of read bandwidth']:.0%} | {r['ratio']:.2f}"
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
@@ -267,6 +280,11 @@ def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
             peaks[name] = peak_memory()
+            reserved, most = reserved_memory()
+            made = {"part": "model memory", "shape": str(tokens), "what": name}
+            made |= {"allocated": peaks[name], "reserved": reserved, "peak": most}
+            print(line(made), flush=True)
+            yield made
         with torch.no_grad():
             yield from table(
                 "model step", str(tokens), works, peaks, {"DynamicCache"}, read, options

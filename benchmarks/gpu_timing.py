@@ -95,3 +95,13 @@ def forget() -> None:
 def peak_memory() -> int:
     """Return the most bytes that were allocated at a time; 0 without a device."""
     return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+
+
+def reserved_memory() -> tuple[int, int]:
+    """Return the bytes that torch holds of the device now, and the most of them; 0 without one.
+
+    What `nvidia-smi` shows: free blocks between those in use are among them.
+    """
+    if DEVICE != "cuda":
+        return 0, 0
+    return torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()

@@ -2,13 +2,14 @@
 
     python benchmarks/process.py [--models smollm2 gemma3] [--dtypes float32 bfloat16]
         [--threads 1 2] [--tokens 32 128 512 1000 4000 8000] [--chunks 0 512]
-        [--specs trellis:bits=4 …] [--runs 5] [--steps 64] [--out DIR]
+        [--specs trellis:bits=4 …] [--peers] [--runs 5] [--steps 64] [--out DIR]
 
 Each cache gets a process of its own, which loads the model, generates two tokens, and then
 generates --steps tokens behind a prompt of --tokens, in one piece (0) or in chunks. *Cache* is what
 its tensors take; *peak* and *after* are how much more than before the prompt was resident, at any
 time and at the end (VmHWM and VmRSS of /proc/self/status, Linux). Nothing is given back to the
-system before it is read. Medians of the runs, which take turns.
+system before it is read. Medians of the runs, which take turns. With --peers the caches of the
+leaderboard's other packages, which are installed into folders of their own, stand beside.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from leaderboard_contenders import contender, installed, points
 from machine import about, head, save
 
 EXACT = "DynamicCache"
@@ -32,13 +34,30 @@ Row = dict[str, Any]
 
 
 def run(case: Row) -> dict[str, int]:
-    """Measure one case in a new process, under no policy of threads but the user's."""
+    """Measure one case in a new process, under no policy of threads but the user's.
+
+    Returns nothing where the process ends before it has measured, as some peers' does.
+    """
     script = str(Path(__file__).parent / "process_case.py")
     environment = {x: y for x, y in os.environ.items() if x != "OMP_WAIT_POLICY"}
+    peer, other, _ = case["spec"].partition(": ")
+    if other and (place := installed(peer, contender(peer).requires)):
+        environment["PYTHONPATH"] = str(place)
+        environment["PATH"] = os.pathsep.join([str(place / "bin"), environment["PATH"]])
     command = [sys.executable, script, json.dumps(case)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(f"{case['spec']}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return {}
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def caches(options: argparse.Namespace) -> list[str]:
+    """Return the caches to measure, DynamicCache first."""
+    peers = [name for name in points() if name != "own"] if options.peers else []
+    named = [f"{name}: {cache}" for name in peers for cache in contender(name).caches]
+    return [EXACT, *options.specs, *named]
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -50,11 +69,13 @@ def measure(options: argparse.Namespace) -> list[Row]:
             continue
         work = {"model": model, "dtype": dtype, "threads": threads}
         work |= {"tokens": tokens, "chunk": chunk}
-        found: dict[str, list[dict[str, int]]] = {spec: [] for spec in (EXACT, *options.specs)}
+        found: dict[str, list[dict[str, int]]] = {spec: [] for spec in caches(options)}
         for _ in range(options.runs):
             for spec, runs in found.items():
                 runs.append(run(work | {"spec": spec, "steps": options.steps}))
         for spec, runs in found.items():
+            if not all(runs):
+                continue  # it was said why
             middle = {name: statistics.median(x[name] for x in runs) for name in runs[0]}
             spread = {
                 f"{x}_spread": sorted(y[x] for y in runs)[:: len(runs) - 1 or 1] for x in runs[0]
@@ -87,6 +108,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[32, 128, 512, 1000, 4000, 8000])
     parser.add_argument("--chunks", nargs="+", type=int, default=[0, 512])
     parser.add_argument("--specs", nargs="+", default=list(SPECS))
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--out", type=Path)

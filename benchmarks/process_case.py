@@ -7,12 +7,21 @@ import sys
 
 import torch
 from leaderboard_bytes import held_bytes
+from leaderboard_contenders import contender
 from resident import peak_over, peak_start, resident
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+
+
+def made(spec: str, model: PreTrainedModel) -> Cache:
+    """Return an empty cache: of a spec of kvpact's, or the cache NAME of a PEER as "PEER: NAME"."""
+    if spec == "DynamicCache":
+        return DynamicCache(config=model.config)
+    peer, other, name = spec.partition(": ")
+    return contender(peer).caches[name](model) if other else CompressedCache(model, spec)
 
 
 def measure(
@@ -25,8 +34,7 @@ def measure(
     ids = tokenizer(text * 2, return_tensors="pt")["input_ids"][:, :tokens]
     greedy = {"do_sample": False, "pad_token_id": 0}
     network.generate(ids[:, :64], max_new_tokens=2, **greedy)  # libraries load, threads start
-    exact = spec == "DynamicCache"
-    cache = DynamicCache(config=network.config) if exact else CompressedCache(network, spec)
+    cache = made(spec, network)
     given = {"prefill_chunk_size": chunk} if chunk else {}
     before = peak_start()
     network.generate(

@@ -91,6 +91,42 @@ def latency() -> str:
     return "\n\n".join([head, *map(machine, names.values())])
 
 
+MIB = 1 << 20
+PROCESS = "memory/process.json"
+
+
+def process() -> str:
+    """Return the tables of what a process takes for a cache, of each model and dtype."""
+    parts = []
+    for model, dtype in dict.fromkeys((r["model"], r["dtype"]) for r in load(PROCESS)["rows"]):
+        cells = [
+            [
+                f"{r['tokens']:,}" + (f" in chunks of {r['chunk']}" if r["chunk"] else ""),
+                str(r["threads"]),
+                code(r["spec"]),
+                *(f"{r[size] / MIB:.0f}" for size in ("cache", "peak", "after")),
+            ]
+            for r in load(PROCESS)["rows"]
+            if (r["model"], r["dtype"]) == (model, dtype)
+        ]
+        columns = ("prompt", "threads", "cache", "holds, MiB", "peak", "after")
+        parts += [f"{MODELS[model]}, {dtype}:", table(columns, cells, left=1)]
+    return "\n\n".join([*parts, machine(PROCESS)])
+
+
+def long_lived() -> str:
+    """Return the table of processes in which caches come, go, grow and are saved."""
+    name = "memory/long_lived.json"
+    cells = []
+    for row in load(name)["rows"]:
+        sizes = {x: y for x, y in row.items() if x not in ("scenario", "what", "cache")}
+        held = f"{row['cache']:.0f}" if row["cache"] else "-"
+        said = (f"{x} {y:.1f}" if "copies" in x else f"{x} {y:.0f}" for x, y in sizes.items())
+        cells.append([row["what"].rstrip("."), held, ", ".join(said)])
+    columns = ("scenario", "the cache holds, MiB", "the process, MiB or copies of the cache")
+    return table(columns, cells, left=3) + "\n\n" + machine(name)
+
+
 def _attention() -> dict[tuple[str, int, int, str], dict[str, Any]]:
     rows = load("attend/attend.json")["rows"]
     return {(r["shape"], r["threads"], r["tokens"], r["candidate"]): r for r in rows}
@@ -141,4 +177,6 @@ BLOCKS = {
     "speed-generate": generate,
     "speed-latency": latency,
     "speed-attention": attention,
+    "speed-process": process,
+    "speed-long-lived": long_lived,
 }

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -202,3 +203,24 @@ def test_malloc_is_left_as_it_is_where_somebody_says_so(variable, value):
     seen, _, reason = run(**{variable: value})
     assert seen[1] == seen[0]
     assert reason == f"{variable} is set"
+
+
+def test_threads_that_begin_and_end_at_once_leave_no_holder(told):
+    hold, start = Hold(), threading.Barrier(4)
+    changes = []
+    told.heap_hold = changes.append
+
+    def work():
+        start.wait()
+        for _ in range(300):
+            hold.begin(9)
+            hold.end()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hold.end()
+    assert len(changes) >= 2
+    assert sum(changes) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from kvpact.cli.inputs import check_positions, continued, open_model
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
 from kvpact.evaluate.feed import first_tokens
+from kvpact.kernels import giving_back
 from kvpact.spec import DEFAULT_SPEC
 
 CONTINUED = ("none", DEFAULT_SPEC, "trellis:bits=2")
@@ -42,7 +45,13 @@ def demo(
     made = continuations(network, prompt, new_tokens)
     if as_json:
         told = [
-            {"cache": x.cache, "text": tokenizer.decode(x.tokens), "bytes": x.bytes} for x in made
+            {
+                "cache": x.cache,
+                "text": tokenizer.decode(x.tokens),
+                "bytes": x.bytes,
+                "process_bytes": x.process,
+            }
+            for x in made
         ]
         print_document("demo", continuations=told)
         return
@@ -60,21 +69,42 @@ def demo(
 
 
 class Continuation(NamedTuple):
-    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held."""
+    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held.
+
+    `process`: bytes by which the process grew, as the kernel counts; None where none tells (Linux).
+    """
 
     cache: str
     tokens: list[int]
     bytes: int
+    process: int | None
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident() -> int | None:
+    """Return the bytes of this process that lie in memory; None where no kernel tells."""
+    gc.collect()
+    lines = STATUS.read_text("utf-8").splitlines() if STATUS.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
+    return found[0] if found else None
 
 
 def continuations(model: Any, ids: torch.Tensor, new_tokens: int) -> list[Continuation]:
     """Continue a prompt, int64 ``[1, T]``, greedily on each cache."""
     made = []
+    continued(model, ids[:, :64], compressed_cache(model, Candidate(CONTINUED[0])), 2)
     with progress("continuing the book") as report:
         for done, spec in enumerate(CONTINUED, 1):
-            cache = compressed_cache(model, Candidate(spec))
+            with giving_back():  # what the cache before left free must not hide this one's bytes
+                cache = compressed_cache(model, Candidate(spec))
+            before = resident()
             tokens = continued(model, ids, cache, new_tokens)[0, ids.shape[1] :].tolist()
-            made.append(Continuation(spec, tokens, cache.nbytes))
+            after = resident()
+            grown = None if before is None or after is None else max(after - before, 0)
+            made.append(Continuation(spec, tokens, cache.nbytes, grown))
+            del cache
             report(done, len(CONTINUED), spec)
     return made
 
@@ -88,6 +118,8 @@ def _panel(tokenizer: Any, exact: Continuation, own: Continuation) -> Panel:
     body.append(tokenizer.decode(own.tokens)[len(same) :].replace("\n", " "), style="red")
     verdict = "the same text" if split is None else f"differs at token {split + 1}"
     share = f"{verdict}, {100 * own.bytes / exact.bytes:.0f} %"
+    if own.process is not None:
+        body.append(f"\n\nThe process grew by {size_text(own.process)}.", style="dim")
     name = "exact cache" if own is exact else own.cache
     title = Text(f"{name}, {size_text(own.bytes)}")  # both lines fit a third of 100 columns
     return Panel(body, title=title, subtitle=None if own is exact else Text(share))

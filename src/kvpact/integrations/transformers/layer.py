@@ -129,7 +129,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
         gone = self._shared.gone
-        self._shared.heap.begin(query_length)
+        if not torch.compiler.is_compiling():
+            self._shared.heap.begin(query_length)
         return self.get_seq_length() - gone + query_length, gone
 
     def get_max_length(self) -> int:

@@ -256,7 +256,7 @@ KVP_EXPORT int kvp_abi(void);
 // all threads. A thread gives back nothing before it ends.
 KVP_EXPORT int64_t kvp_scratch(int64_t *all);
 // While there are holders, glibc's malloc asks the system for every block from 128 KiB on, and gives it back
-// at once; without, from 32 MiB on. Returns how many there are; 0 where malloc is not told.
+// at once; without, from 32 MiB on. Returns how many there are.
 KVP_EXPORT int64_t kvp_heap_hold(int change);
 // Gives the system back what is free in glibc's heap. Returns whether anything was.
 KVP_EXPORT int kvp_heap_trim(void);

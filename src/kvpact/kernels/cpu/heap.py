@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -76,11 +76,14 @@ class Hold:
     `active`: whether there is something to end.
     """
 
-    __slots__ = ("__weakref__", "_end", "_large", "_on", "active")
+    __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "active")
 
     def __init__(self) -> None:
-        self.active = self._on = self._large = False
+        self.active = self._large = False
         self._end: ref[Tensor] | None = None
+        # What is in one of these lists is taken by one thread alone, without a lock, which a
+        # destructor could not wait for.
+        self._idle, self._on = [True], list[bool]()
 
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)()
@@ -95,9 +98,12 @@ class Hold:
             if self.active:
                 self.end()
         elif (native := _native()) is not None:
-            self._large = self._large or size >= LARGE
-            if not self._on:
-                self.active = self._on = native.heap_hold(1) > 0
+            self._large, self.active = self._large or size >= LARGE, True
+            while self._idle:
+                with suppress(IndexError):
+                    self._idle.pop()
+                    native.heap_hold(1)
+                    self._on.append(True)
 
     def until(self, tensor: Tensor | None) -> None:
         """Let it end with a tensor that lives as long as the model's forward pass."""
@@ -126,12 +132,13 @@ class Hold:
 
     def _release(self) -> None:
         if self._on and (native := _native()) is not None:
-            self._on = False
-            native.heap_hold(-1)
+            with suppress(IndexError):
+                self._on.pop()
+                native.heap_hold(-1)
+                self._idle.append(True)
 
     def __del__(self) -> None:
-        if self._on:
-            self._release()
+        self._release()
 
 
 @contextmanager

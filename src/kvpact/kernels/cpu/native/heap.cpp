@@ -21,12 +21,13 @@ int64_t holders = 0;
 
 int64_t kvp_heap_hold(int change) {
     std::lock_guard<std::mutex> guard(lock);
-#if defined(__GLIBC__)
-    if (!holders && change > 0 && !(mallopt(M_MMAP_THRESHOLD, high) && mallopt(M_TRIM_THRESHOLD, 2 * high))) return 0;
     holders += change;
-    if (holders == (change > 0)) mallopt(M_MMAP_THRESHOLD, holders ? low : high);
-#else
-    (void)change;
+#if defined(__GLIBC__)
+    if (holders == (change > 0)) {
+        // In this order: where `high` is refused, `low` would stay.
+        if (mallopt(M_MMAP_THRESHOLD, high) && mallopt(M_TRIM_THRESHOLD, 2 * high) && holders)
+            mallopt(M_MMAP_THRESHOLD, low);
+    }
 #endif
     return holders;
 }
