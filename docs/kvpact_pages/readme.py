@@ -32,6 +32,14 @@ def figures() -> str:
                 "`kvpact eval trellis:bits=4 --model gemma3 --tokens 1536`",
             ],
             [
+                "what a process takes for a prompt of 4,000 tokens and 64 steps, as the kernel "
+                "counts it (SmolLM2-135M, fp32)",
+                f"{_process('trellis:bits=4', 'after')} MiB, {_process('trellis:bits=4', 'peak')} "
+                f"at the peak; with `DynamicCache` {_process('DynamicCache', 'after')} and "
+                f"{_process('DynamicCache', 'peak')}",
+                "`python benchmarks/process.py`",
+            ],
+            [
                 f"a decode step after {after:,} tokens, `trellis:bits=4`",
                 f"{1 / steps['smollm2']['ratio'][1]:.1f} times as fast as transformers' "
                 f"`DynamicCache` (SmolLM2-135M), {1 / steps['gemma3']['ratio'][1]:.1f} times "
@@ -47,6 +55,14 @@ def figures() -> str:
         ],
         left=3,
     )
+
+
+def _process(spec: str, size: str) -> str:
+    """Return MiB that a process took for a cache, `after` or at the `peak`."""
+    work = {"model": "smollm2", "dtype": "float32", "tokens": 4000, "chunk": 0, "threads": 1}
+    rows = load("memory/process.json")["rows"]
+    found = next(r for r in rows if r["spec"] == spec and work.items() <= r.items())
+    return f"{found[size] / (1 << 20):.0f}"
 
 
 def specs() -> str:

@@ -332,9 +332,9 @@ class ContiguousCache(Evictable, BatchRows):
                 restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
                 for index, place in enumerate(places)
             ]
-        for layer, new in zip(self._layers, built, strict=True):
-            held = new._held
-            layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rungs, held.ahead)
+            for layer, new in zip(self._layers, built, strict=True):
+                held = new._held
+                layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rungs, held.ahead)
 
     def _places(self, snapshot: Snapshot) -> list[CacheLayer]:
         """Return empty layers to restore a snapshot into, with a budget each on its rung."""

@@ -218,17 +218,8 @@ class SegmentList(SegmentStore):
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units `[B, H, units, …]` of some segments; a view of one alone."""
-        if last - first == 1:
-            return self.segment(first)[name]
-        like, start = self._slabs[0].field(name), 0
-        batch, heads, *unit = like.shape[1:]
-        out = like.new_empty(batch, heads, last - first, *unit)
-        for slab in self._slabs:
-            held = slab.field(name)[max(first - start, 0) : max(last - start, 0)]
-            begin = max(start - first, 0)
-            out[:, :, begin : begin + len(held)] = held.movedim(0, 2)
-            start += slab.count
-        return out.flatten(2, 3)
+        parts = [x for slab in self._slabs for x in slab.field(name)][first:last]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def where(self, name: str) -> Where:
         """Return where a field's segments lie."""
