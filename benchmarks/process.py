@@ -47,7 +47,10 @@ def run(case: Row) -> dict[str, int]:
     command = [sys.executable, script, json.dumps(case)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        print(f"{case['spec']}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        print(
+            f"{case['spec']}: {(done.stderr.strip() or 'it was killed').splitlines()[-1]}",
+            file=sys.stderr,
+        )
         return {}
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -60,9 +63,9 @@ def caches(options: argparse.Namespace) -> list[str]:
     return [EXACT, *options.specs, *named]
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure all caches on each piece of work, which take turns."""
-    rows = []
+def measure(options: argparse.Namespace) -> None:
+    """Measure all caches on each piece of work, which take turns; write each time."""
+    rows: list[Row] = []
     axes = options.models, options.dtypes, options.threads, options.tokens, options.chunks
     for model, dtype, threads, tokens, chunk in itertools.product(*axes):
         if chunk >= tokens:
@@ -82,7 +85,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
             }
             rows.append(work | {"spec": spec} | middle | spread)
             print(line(rows[-1]), flush=True)
-    return rows
+        if options.out is not None:
+            found = about(steps=options.steps, runs=options.runs)
+            save(options.out, "process", found, rows, markdown(rows, found))
 
 
 def line(row: Row) -> str:
@@ -112,11 +117,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    rows = measure(options)
-    if options.out is not None:
-        found = about(steps=options.steps, runs=options.runs)
-        save(options.out, "process", found, rows, markdown(rows, found))
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":
