@@ -7,8 +7,6 @@ from functools import cache
 from typing import Any
 
 from kvpact_pages.results import FOLDER, MODELS, NARROW, ROOT, code, table
-from kvpact_pages.results import load as read
-from kvpact_pages.speed import machine
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -106,25 +104,7 @@ def packages() -> str:
     return "\n\n".join([table(columns, cells, left=3), "Not in the tables:", missing])
 
 
-def memory() -> str:
-    """Return what a process takes for each cache, the least first."""
-    found = read("memory/peers.json")
-    cells = []
-    for row in sorted(found["rows"], key=lambda row: row["after"]):
-        peer, other, name = row["spec"].partition(": ")
-        said = f"{name} ({peer})" if other else row["spec"]
-        own = not other and row["spec"] != "DynamicCache"
-        sizes = (f"{row[size] / (1 << 20):.0f}" for size in ("cache", "peak", "after"))
-        cells.append([f"**{said}**" if own else said, *sizes])
-    return (
-        table(("cache", "holds, MiB", "peak", "after"), cells)
-        + "\n\n"
-        + machine("memory/peers.json")
-    )
-
-
 BLOCKS = {
-    "leaderboard-memory": memory,
     "leaderboard-tables": tables,
     "leaderboard-method": method,
     "leaderboard-packages": packages,

@@ -10,9 +10,10 @@
 namespace {
 
 #if defined(__GLIBC__)
-// glibc begins with `low`, raises it to the largest block that was freed, `high` at most, and gives
-// back what is free at the end of the heap beyond twice as much. Once told, it raises it no more.
-const int low = 128 << 10, high = 32 << 20;
+// glibc begins with `low`, and raises it to the largest block that was freed, `high` at most; once told,
+// it raises it no more. Of what is free at the end of each thread's heap it keeps twice as much by itself,
+// which with many threads is more than all their caches.
+const int low = 128 << 10, high = 32 << 20, kept = 8 << 20;
 #endif
 std::mutex lock;
 int64_t holders = 0;
@@ -25,7 +26,7 @@ int64_t kvp_heap_hold(int change) {
 #if defined(__GLIBC__)
     if (holders == (change > 0)) {
         // In this order: where `high` is refused, `low` would stay.
-        if (mallopt(M_MMAP_THRESHOLD, high) && mallopt(M_TRIM_THRESHOLD, 2 * high) && holders)
+        if (mallopt(M_MMAP_THRESHOLD, high) && mallopt(M_TRIM_THRESHOLD, kept) && holders)
             mallopt(M_MMAP_THRESHOLD, low);
     }
 #endif
