@@ -43,7 +43,11 @@ DOCUMENTS = {
                       "rows": [{"tokens": int, "bits": float, "bytes": int}]}, NONE),
     },
     "eval": REPORT,
-    "demo": {"continuations": [{"cache": str, "text": str, "bytes": int}]},
+    "demo": {
+        "continuations": [
+            {"cache": str, "text": str, "bytes": int, "process_bytes": (int, NONE)}
+        ],
+    },
     "recommend": {
         "chosen": (str, dict), "bytes": int, "verdict": str, "budget": int, "kl_mean": float,
         "measured": [{"spec": str, "bytes": int, "predicted": float, "...": ANY}],
