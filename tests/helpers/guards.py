@@ -46,8 +46,8 @@ def guarded_outputs(module: ModuleType) -> Iterator[Guards]:
     def new(*shape: int) -> torch.Tensor:
         return guards.new(shape)
 
-    def new_state(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return guards.new((heads, width), dtype)
+    def new_state(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return guards.new((count,), dtype)
 
     with patch.object(module, name, new if name == "new_output" else new_state):
         yield guards

@@ -97,6 +97,7 @@ class SegmentList(SegmentStore):
         self._codec, self._shape, self._device = codec, (batch, heads), device
         self._slabs, self._shared = slabs, shared
         self.prepared: dict[str, Any] = {}
+        self._wanted = 0
 
     @classmethod
     def new(
@@ -223,13 +224,29 @@ class SegmentList(SegmentStore):
 
     def where(self, name: str) -> Where:
         """Return where a field's segments lie."""
-        fields, table = self._codec.fields, self.prepared.get("addresses")
+        index = [field.name for field in self._codec.fields].index(name)
+        row, head = self._slabs[0].strides(name) if self._slabs else (0, 0)
+        return Where(self.addresses(), index, row, head)
+
+    def addresses(self) -> np.ndarray[Any, Any]:
+        """Return where each field of each segment lies, `[fields, segments]` int64."""
+        table = self.prepared.get("addresses")
         if table is None:
-            table = np.empty((len(fields), self._count), dtype=np.int64)
-            for field, row in zip(fields, table, strict=True):
-                places = [(slab.where(field.name), slab.count) for slab in self._slabs]
-                row[:] = [at + i * step for (at, step, _, _), n in places for i in range(n)]
+            parts = [slab.addresses() for slab in self._slabs]
+            none = np.empty((len(self._codec.fields), 0), dtype=np.int64)
+            table = parts[0] if len(parts) == 1 else np.concatenate([none, *parts], 1)
             table = self.prepared.setdefault("addresses", table)  # one, if threads ask at once
-        index = [field.name for field in fields].index(name)
-        _, _, row, head = self._slabs[0].where(name) if self._slabs else (0, 0, 0, 0)
-        return Where(table, index, row, head)
+        found: np.ndarray[Any, Any] = table
+        return found
+
+    def emptied(self) -> SegmentList:
+        """Return a list without memory, of which `filled` makes as many segments of zeros."""
+        other = SegmentList(self._codec, *self._shape, self._device)
+        other.segment_tokens, other._wanted = self.segment_tokens, self._count
+        return other
+
+    def filled(self) -> SegmentList:
+        """Return a list of as many segments as `emptied` was called on, of zeros."""
+        if not self._wanted:
+            return self
+        return self._with((self._empty(self.segment_tokens, self._wanted),), 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,20 @@ class _Place(NamedTuple):
     end: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
+
+
+@lru_cache(maxsize=256)
+def offsets(shape: SlabShape, total: int) -> np.ndarray[Any, Any]:
+    """Return where each field of each segment begins in a slab of so many, `[fields, segments]`."""
+    found, _ = _places(shape)
+    begins = np.array([[found[field.name].begin] for field in shape.fields], dtype=np.int64)
+    sizes = np.array([[found[field.name].size] for field in shape.fields], dtype=np.int64)
+    return begins * total + sizes * np.arange(total, dtype=np.int64)
 
 
 @lru_cache(maxsize=256)
@@ -90,13 +105,16 @@ class Slab:
         held = self.memory[begin * self._total : end * self._total].view(dtype)
         return held.view(self._total, *shape)[: None if whole else self.count]
 
-    def where(self, name: str) -> tuple[int, int, int, int]:
-        """Return a field's address, and the bytes from a segment, a row, a head to the next."""
-        place = _places(self.shape)[0][name]
-        size = place.end - place.begin
-        row = size // self.shape.batch
-        start = self.memory.data_ptr() + place.begin * self._total
-        return start, size, row, row // self.shape.heads
+    def addresses(self) -> np.ndarray[Any, Any]:
+        """Return where each field of each segment lies, `[fields, segments]` int64."""
+        found = offsets(self.shape, self._total)[:, : self.count] + self.memory.data_ptr()
+        return found
+
+    def strides(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a field from a row, and from a head, to the next."""
+        row = _places(self.shape)[0][name].size // self.shape.batch
+        return row, row // self.shape.heads
+
 
     def segment(self, index: int) -> Segment:
         """Return a segment."""

@@ -5,6 +5,8 @@ from kvpact.kernels.base import (
     AttendCall,
     Backend,
     Encoder,
+    PromptRunner,
+    PromptShape,
     StepRow,
     StepRunner,
     StepTokens,
@@ -12,7 +14,7 @@ from kvpact.kernels.base import (
 )
 from kvpact.kernels.choose import check_covered, choose, coverage, devices, report
 from kvpact.kernels.cpu.heap import Hold, giving_back, malloc_here
-from kvpact.kernels.finite import all_finite, check_arrival, largest
+from kvpact.kernels.finite import all_finite, check_arrival, largest, surely_stored
 from kvpact.kernels.index import index_scores
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
 from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan

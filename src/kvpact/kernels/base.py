@@ -137,6 +137,36 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape (that of a row where rows are many), strides and dtype of a tensor."""
 
 
+class PromptShape(NamedTuple):
+    """First tokens of a layer, and what of them is packed.
+
+    - `k`, `v`, `q`: like those to come; `q` None where nothing is learnt of queries.
+    - `packed`: tokens of K and of V; `sinks`: first tokens that count for no group of K and of V.
+    - `sources`: where slots lie as those to come will.
+    - `seen`: the first query to learn from, and the one behind the last.
+    """
+
+    k: Tensor
+    v: Tensor
+    q: Tensor | None
+    packed: tuple[int, int]
+    sinks: tuple[int, int]
+    sources: tuple[SegmentSource, SegmentSource]
+    seen: tuple[int, int]
+
+
+class PromptRunner(Protocol):
+    """Stores first tokens of layers that are alike, in one call each."""
+
+    def run(
+        self, k: Tensor, v: Tensor, q: Tensor | None, sources: tuple[SegmentSource, SegmentSource]
+    ) -> Codec | None:
+        """Write slots of zeros, and return K's codec, which may have learnt.
+
+        None where what it learnt is no number, and the slots are to be forgotten.
+        """
+
+
 class StepRunner(ABC):
     """Carries out steps of one layer at once; made for calls that are alike.
 
@@ -346,6 +376,13 @@ class Backend(Protocol):
 
         `call`: its view is of the slots that the steps read and write. `good`: given where checks
         are deferred: 0-d bool, whether all that is held passed them.
+        """
+        return None
+
+    def prompt(self, k: Codec, v: Codec, shape: PromptShape) -> PromptRunner | None:
+        """Return what stores first tokens like those at once; None where there is no such thing.
+
+        `k`, `v`: codecs as they are before; `k` may be going to learn.
         """
         return None
 

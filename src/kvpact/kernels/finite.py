@@ -34,6 +34,15 @@ def all_finite(x: Tensor) -> bool:
     return math.isfinite(largest(x)[0])
 
 
+def surely_stored(plan: StreamPlan, dim: int) -> float:
+    """Return the magnitude up to which neither `check_arrival` nor an encoder refuses tokens."""
+    codec = plan.codec
+    if codec.exact and codec.max_abs == math.inf:
+        return math.inf
+    most = min(codec.max_abs, codec.max_norm, HALF_MAX if plan.form is None else math.inf)
+    return min(most / math.sqrt(dim), math.inf if plan.form is None else plan.form.limit)
+
+
 def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -> None:
     """Refuse tokens `[B, H, T, D]` that can't be encoded when they leave the window.
 

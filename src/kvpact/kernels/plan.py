@@ -20,7 +20,16 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
+from kvpact.kernels.base import (
+    AttendCall,
+    Backend,
+    Encoder,
+    Operation,
+    PromptRunner,
+    PromptShape,
+    SlotReader,
+    StepRunner,
+)
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.gather import chosen_calls
 from kvpact.kernels.torch.attend import attend
@@ -36,7 +45,7 @@ from kvpact.quantizers.checks import deferred
 
 
 class Empty(dict[Any, Any]):
-    """Streams that hold no token yet, by what they are made for."""
+    """What layers that begin alike have in common, by what it is made for."""
 
     def held_parts(self) -> tuple[()]:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
@@ -91,7 +100,7 @@ class Compute:
         # Of codecs that learnt nothing, in common to layers.
         self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
-        self.empty = Empty()
+        self.empty, self.prompts = Empty(), Empty()
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -347,6 +356,15 @@ class Plan:
                     self._new = backend
                     break
         return self._new
+
+    def prompt(self, shape: PromptShape) -> PromptRunner | None:
+        """Return what stores first tokens like those at once, where one backend does it all."""
+        k = self.k if self.k.before is None else self.k.before
+        return self._attend.prompt(k.codec, self.v.codec, shape) if self.alike else None
+
+    def count_prompt(self, encode: int, learn: int) -> None:
+        """Count what a runner of `prompt` did."""
+        self.compute.counts.add(self._name, encode=encode, learn=learn)
 
     @property
     def last_runner(self) -> StepRunner | None:

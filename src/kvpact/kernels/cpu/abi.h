@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 9
+#define KVP_ABI 10
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -157,6 +157,7 @@ typedef struct {
     kvp_field codes, scale, zero, mean, balance;
     kvp_field base, step;  // as in kvp_stream
     const kvp_trellis *trellis;  // or NULL
+    int64_t sinks;         // in the place of tokens in front of this one stands the mean of their group's others
     int64_t threads;
 } kvp_encode_args;
 
@@ -169,13 +170,22 @@ typedef struct {
     const int64_t *padding;      // [B] or NULL
     int64_t sinks;
     const float *query_energy;   // [H, D] or NULL
+    kvp_exact q;                 // or [B, q_heads, q_tokens, D], in x's dtype, of which it is the mean energy; or NULL
+    int64_t q_heads, q_tokens;
     int32_t weighted, sorted;    // whether weights other than 1 are learnt, and another order
     uint16_t *first;             // [H, D] fp16, or NULL: it is no base
     uint16_t *weight;            // [H, D] fp16; NULL: the first key alone is learnt
     int16_t *order;              // [H, D]
     uint16_t *deviation;         // [H, blocks] fp16
+    kvp_trellis *known;          // or NULL: its weight, order, deviation and first get the same, as kernels read them
     int64_t threads;
 } kvp_learn_args;
+
+// The first tokens of a layer: what K learns from them, then K and V into slots.
+typedef struct {
+    kvp_learn_args learn;        // no tokens: nothing is learnt
+    kvp_encode_args k, v;
+} kvp_prompt_args;
 
 // Packed tokens of one stream, and where their numbers go.
 typedef struct {
@@ -260,6 +270,9 @@ KVP_EXPORT int64_t kvp_scratch(int64_t *all);
 KVP_EXPORT int64_t kvp_heap_hold(int change);
 // Gives the system back what is free in glibc's heap. Returns whether anything was.
 KVP_EXPORT int kvp_heap_trim(void);
+// Lets calls run on OpenMP's threads, by GOMP_parallel, or by __kmpc_fork_call, __kmpc_global_thread_num and
+// __kmpc_push_num_threads; with NULL for both on threads of its own. Returns whether OpenMP is used.
+KVP_EXPORT int kvp_openmp(void *gomp, void *fork, void *caller, void *threads);
 // The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512,
 // 8 NEON, 16 AVX-512 with VBMI.
 KVP_EXPORT int kvp_levels(void);
@@ -273,6 +286,8 @@ KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int laten
 KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
 // Encodes `count` streams. Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_encode(int level, const kvp_encode_args *args, int64_t count);
+// Learns and encodes, on the threads of `k`. Returns what kvp_learn and kvp_encode do.
+KVP_EXPORT int kvp_prompt(int level, const kvp_prompt_args *args);
 // Level as in kvp_attend. Returns 0, or 4 where what was learnt is no number in fp16, or a weight is zero.
 KVP_EXPORT int kvp_learn(int level, const kvp_learn_args *args);
 // The largest magnitude in x ([B, H, T, D]); NaN or infinity where one number is.

@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable, KernelError
-from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, check_out
+from kvpact.kernels.base import (
+    AttendCall,
+    Backend,
+    Encoder,
+    Operation,
+    PromptShape,
+    SlotReader,
+    check_out,
+)
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.kernels.cpu.index import gather
 from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
+from kvpact.kernels.cpu.prompt import CpuPrompt
+from kvpact.kernels.cpu.prompt import covers as covers_prompt
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM, DecodeArgs
@@ -75,6 +85,10 @@ class CpuBackend(Backend):
     def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""
         return CpuStep(library(), call) if covers(call) else None
+
+    def prompt(self, k: Codec, v: Codec, shape: PromptShape) -> CpuPrompt | None:
+        """Return what stores first tokens in one native call."""
+        return CpuPrompt(library(), k, v, shape) if covers_prompt(k, v, shape) else None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""

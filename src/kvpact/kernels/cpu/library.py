@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvpact.errors import BackendUnavailable
+from kvpact.kernels.cpu.openmp import entries
 from kvpact.kernels.cpu.structs import ABI, FUNCTIONS
 
 LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4, "avx512vbmi": 16}
@@ -26,6 +27,7 @@ class NativeLibrary:
     """The loaded library at one instruction set.
 
     `levels`: keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
+    `openmp`: whether calls run on the threads of torch's OpenMP.
     """
 
     def __init__(self, path: Path, levels: list[str]) -> None:
@@ -37,6 +39,7 @@ class NativeLibrary:
         self.attend, self.attend_rows = loaded.kvp_attend, loaded.kvp_attend_rows
         self.encode, self.decode = loaded.kvp_encode, loaded.kvp_decode
         self.learn, self.step = loaded.kvp_learn, loaded.kvp_step
+        self.prompt = loaded.kvp_prompt
         self.magnitude, self.scan, self.gather = (
             loaded.kvp_magnitude,
             loaded.kvp_scan,
@@ -47,6 +50,7 @@ class NativeLibrary:
         self.heap_trim, self.heap_hold = loaded.kvp_heap_trim, ctypes.PyDLL(str(path)).kvp_heap_hold
         self.heap_hold.restype, self.heap_hold.argtypes = FUNCTIONS["kvp_heap_hold"]
         self.bit = LEVELS[self.level]
+        self.openmp = bool(loaded.kvp_openmp(*entries()))
 
     def scratch(self) -> tuple[int, int]:
         """Return the bytes of scratch memory that the calling thread and all threads hold."""

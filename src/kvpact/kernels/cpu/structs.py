@@ -61,6 +61,7 @@ AttendArgs, EncodeArgs, LearnArgs, DecodeArgs, StepArgs = (
     _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "learn", "decode", "step")
 )
 ScanArgs, GatherArgs = _TYPES["kvp_scan_args"], _TYPES["kvp_gather_args"]
+PromptArgs = _TYPES["kvp_prompt_args"]
 StepStruct, Append = _TYPES["kvp_step_plan"], _TYPES["kvp_append"]
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {

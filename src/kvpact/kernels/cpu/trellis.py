@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 
 import torch
@@ -73,14 +73,28 @@ class TrellisArguments:
             self._alive += tensors
         self._set(state)
 
-    def learnt(self, state: Mapping[str, Tensor]) -> TrellisArguments:
-        """Return the arguments of a codec that has learnt, from those before."""
+    def to_learn(
+        self,
+        names: Container[str],
+        heads: int,
+        width: int,
+        new: Callable[[int, torch.dtype], Tensor],
+    ) -> TrellisArguments:
+        """Return the arguments of a codec that is going to learn, for the kernel to fill.
+
+        `new`: makes memory.
+        """
         other = object.__new__(TrellisArguments)
-        other._args, other._alive = (
-            structs.TrellisStruct.from_buffer_copy(self._args),
-            [*self._alive],
-        )
-        other._set(state)
+        other._args = args = structs.TrellisStruct.from_buffer_copy(self._args)
+        counts = {name: heads * width for name in _LEARNT if name in names}
+        if "deviation" in counts:
+            counts["deviation"] = heads * _MOST_BLOCKS
+        whole = new(sum(counts.values()), torch.float32)
+        address = whole.data_ptr()
+        for name, count in counts.items():
+            setattr(args, name, address)
+            address += count * whole.itemsize
+        other._alive, other.address = [*self._alive, whole], ctypes.addressof(args)
         return other
 
     def _set(self, state: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,8 @@
 #include <pthread.h>
 #endif
 
+#include "abi.h"
+
 namespace {
 
 // Rounds follow each other closely in a decode step, and waking a thread takes longer than a short
@@ -24,46 +26,75 @@ void rest() {
 #endif
 }
 
-struct Pool {
-    std::mutex owner; // held by the call that uses the threads
-    std::mutex lock;
-    std::condition_variable wake, done;
-    std::vector<std::thread> threads;
-    std::atomic<uint64_t> round{0};
-    std::atomic<int64_t> running{0}; // threads that are in the round
+struct Round {
+    const kvp_work work;
+    void *const context;
+    const int64_t count;
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
-    bool open = false; // threads may still join the round
-    int64_t wanted = 0, count = 0;
-    kvp_work work = nullptr;
-    void *context = nullptr;
 
     void take() {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
             if (!work(context, i)) failed.store(true, std::memory_order_relaxed);
     }
+};
+
+// A round on OpenMP's threads. Always all of them: libgomp ends those that a smaller team leaves over.
+struct OpenMP {
+    std::atomic<void (*)(void (*)(void *), void *, unsigned, unsigned)> gomp{nullptr};
+    std::atomic<void (*)(void *, int32_t, void *, ...)> fork{nullptr};
+    std::atomic<int32_t (*)(void *)> caller{nullptr};
+    std::atomic<void (*)(void *, int32_t, int32_t)> threads{nullptr};
+
+    bool run(int64_t wanted, Round &round) {
+        if (const auto parallel = gomp.load()) {
+            parallel([](void *data) { ((Round *)data)->take(); }, &round, (unsigned)wanted, 0);
+            return true;
+        }
+        if (!fork) return false;
+        static struct {
+            int32_t reserved, flags, more, size;
+            const char *source;
+        } here = {0, 2, 0, 0, ";kvpact;kvp_parallel;0;0;;"};
+        threads.load()(&here, caller.load()(&here), (int32_t)wanted);
+        void (*part)(int32_t *, int32_t *, void *) = [](int32_t *, int32_t *, void *data) { ((Round *)data)->take(); };
+        fork.load()(&here, 1, (void *)part, &round);
+        return true;
+    }
+} openmp;
+
+struct Pool {
+    std::mutex owner; // held by the call that uses the threads, OpenMP's among them
+    std::mutex lock;
+    std::condition_variable wake, done;
+    std::vector<std::thread> threads;
+    std::atomic<uint64_t> number{0};
+    std::atomic<int64_t> running{0}; // threads that are in the round
+    Round *round = nullptr; // which threads may still join
+    int64_t wanted = 0;
 
     void serve(int64_t index) {
         uint64_t seen = 0;
         for (;;) {
-            for (int i = 0; i < LOOKS + YIELDS && round.load(std::memory_order_relaxed) == seen; i++) {
+            for (int i = 0; i < LOOKS + YIELDS && number.load(std::memory_order_relaxed) == seen; i++) {
                 if (i < LOOKS) rest();
                 else std::this_thread::yield();
             }
             std::unique_lock<std::mutex> guard(lock);
-            wake.wait(guard, [&] { return round != seen; });
-            seen = round;
+            wake.wait(guard, [&] { return number != seen; });
+            seen = number;
             // A thread that wakes late is not waited for.
-            if (index >= wanted || !open) continue;
+            if (index >= wanted || !round) continue;
+            Round &mine = *round;
             running++;
             guard.unlock();
-            take();
+            mine.take();
             guard.lock();
             if (--running == 0) done.notify_one();
         }
     }
 
-    bool run(int64_t others, int64_t n, kvp_work f, void *c) {
+    void run(int64_t others, Round &all) {
         {
             std::lock_guard<std::mutex> guard(lock);
             while ((int64_t)threads.size() < others) {
@@ -75,29 +106,23 @@ struct Pool {
                 }
             }
             wanted = others;
-            count = n;
-            work = f;
-            context = c;
-            next.store(0, std::memory_order_relaxed);
-            failed.store(false, std::memory_order_relaxed);
-            open = true;
-            round++;
+            round = &all;
+            number++;
         }
         wake.notify_all();
-        take();
+        all.take();
         std::unique_lock<std::mutex> guard(lock);
-        open = false;
-        if (running == 0) return !failed;
+        round = nullptr;
+        if (running == 0) return;
         guard.unlock();
         for (int i = 0; i < LAST_LOOKS && running.load(std::memory_order_relaxed) != 0; i++) rest();
         guard.lock();
         done.wait(guard, [&] { return running == 0; });
-        return !failed;
     }
 };
 
-// Never destroyed: its threads sleep until the process ends. A child of fork has none of them, so
-// it begins with a new pool.
+// Never destroyed: its threads sleep until the process ends. A child of fork has none of them, nor of
+// OpenMP's, so it begins with a new pool and goes on without OpenMP.
 std::atomic<Pool *> pool{nullptr};
 
 Pool *current() {
@@ -107,7 +132,12 @@ Pool *current() {
     if (pool.compare_exchange_strong(p, made)) {
 #if !defined(_WIN32)
         static std::once_flag once;
-        std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); }); });
+        std::call_once(once, [] {
+            pthread_atfork(nullptr, nullptr, [] {
+                pool.store(nullptr);
+                kvp_openmp(nullptr, nullptr, nullptr, nullptr);
+            });
+        });
 #endif
         return made;
     }
@@ -116,17 +146,24 @@ Pool *current() {
 }
 } // namespace
 
+int kvp_openmp(void *gomp, void *fork, void *caller, void *threads) {
+    openmp.caller = (int32_t(*)(void *))caller;
+    openmp.threads = (void (*)(void *, int32_t, int32_t))threads;
+    openmp.fork = (void (*)(void *, int32_t, void *, ...))fork;
+    openmp.gomp = (void (*)(void (*)(void *), void *, unsigned, unsigned))gomp;
+    return gomp || fork;
+}
+
 bool kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context) {
-    if (threads > count) threads = count;
-    if (threads > 1) {
+    Round round{work, context, count};
+    if (threads > 1 && count > 1) {
         Pool *p = current();
         if (p->owner.try_lock()) {
-            const bool done = p->run(threads - 1, count, work, context);
+            if (!openmp.run(threads, round)) p->run((threads < count ? threads : count) - 1, round);
             p->owner.unlock();
-            return done;
+            return !round.failed;
         }
     }
-    bool done = true;
-    for (int64_t i = 0; i < count; i++) done = work(context, i) && done;
-    return done;
+    round.take();
+    return !round.failed;
 }

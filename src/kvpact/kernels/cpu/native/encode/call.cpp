@@ -9,22 +9,33 @@ namespace {
 
 constexpr int64_t FEW = 4;       // tokens of a head that don't fill a register of their own
 
+// Whether keys of a head are encoded by its numbers, so that heads can't be mixed.
+bool by_head(const kvp_encode_args &a) { return a.kind == KVP_TRELLIS && !a.signs; }
+// Whether so few tokens go as one task, of all heads.
+bool few(const kvp_encode_args &a) { return a.group <= 1 && a.tokens <= FEW && !by_head(a); }
+int64_t tasks_of(const kvp_encode_args &a) {
+    if (a.tokens < 1 || a.batch * a.heads < 1) return 0;
+    return few(a) ? 1 : a.batch * a.heads * ((a.start + a.tokens - 1) / PART - a.start / PART + 1);
+}
+
 struct Call {
     const kvp_encode_args *args;
     const Table *table;
-    int64_t pairs; // of a row and a head
 };
-
 // Parts begin at absolute multiples of PART: no two write to one word, and none cuts a group. All
 // heads of a part follow each other, because they often lie side by side.
 bool run_task(void *context, int64_t index) {
     const Call *call = (const Call *)context;
-    const kvp_encode_args &a = *call->args;
-    const int64_t part = index / call->pairs + a.start / PART;
+    const kvp_encode_args *one = call->args;
+    for (; index >= tasks_of(*one); one++) index -= tasks_of(*one);
+    const kvp_encode_args &a = *one;
+    const int64_t pairs = a.batch * a.heads;
+    if (few(a)) return call->table->encode_few(a, 0, pairs * a.tokens);
+    const int64_t part = index / pairs + a.start / PART;
     int64_t begin = part * PART - a.start, end = begin + PART;
     if (begin < 0) begin = 0;
     if (end > a.tokens) end = a.tokens;
-    return call->table->encode_span(a, Span{index % call->pairs, begin, end});
+    return call->table->encode_span(a, Span{index % pairs, begin, end});
 }
 
 bool trellis_covered(const kvp_encode_args &a) {
@@ -43,10 +54,9 @@ bool trellis_covered(const kvp_encode_args &a) {
     if ((t.first || t.center) && !a.base.base) return false;
     return a.group > 1 ? t.center == a.group && a.mean.base && a.step.base : !t.center;
 }
-// Whether keys of a head are encoded by its numbers, so that heads can't be mixed.
-bool by_head(const kvp_encode_args &a) { return a.kind == KVP_TRELLIS && !a.signs; }
 
 bool covered(const kvp_encode_args &a) {
+    if (a.tokens < 1) return true;
     if (a.dim < 1 || a.dim > MOST_DIM || a.bits < 1 || a.bits > 8) return false;
     if (a.kind < KVP_CODEBOOK || a.kind > KVP_TRELLIS || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
     if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
@@ -58,6 +68,7 @@ bool covered(const kvp_encode_args &a) {
     } else if (a.kind == KVP_CHANNEL || a.kind == KVP_BALANCED) {
         return false;
     }
+    if (a.sinks > 0 && a.signs) return false;
     if (a.kind == KVP_TRELLIS && !trellis_covered(a)) return false;
     if (a.kind == KVP_CODEBOOK && (!a.levels || !a.steps || !a.scale.base)) return false;
     if ((a.kind == KVP_SYMMETRIC || a.kind == KVP_AFFINE) && (a.channels < 1 || a.bits < 2 || !a.scale.base)) return false;
@@ -74,6 +85,7 @@ bool covered(const kvp_learn_args &a) {
         if (t.block[b].dim < 1) return false;
         dim += t.block[b].dim;
     }
+    if (a.q.data && (a.q_tokens < 1 || a.q_heads < a.heads || a.q_heads % a.heads)) return false;
     return dim == a.dim && (a.weight ? a.order && a.deviation : a.first != nullptr);
 }
 struct Learning {
@@ -111,20 +123,18 @@ int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
     if (!table) return 1;
     for (int64_t i = 0; i < count; i++)
         if (!covered(args[i])) return 2;
+    int64_t tasks = 0, numbers = 0;
     for (int64_t i = 0; i < count; i++) {
-        const kvp_encode_args &a = args[i];
-        const int64_t pairs = a.batch * a.heads;
-        if (a.tokens < 1 || pairs < 1) continue;
-        const int64_t parts = (a.start + a.tokens - 1) / PART - a.start / PART + 1;
-        Call call{&a, table, pairs};
-        if (a.group <= 1 && a.tokens <= FEW && !by_head(a)) {
-            if (!table->encode_few(a, 0, pairs * a.tokens)) return 3;
-            continue;
-        }
-        const int64_t threads = pairs * a.tokens * a.dim < SMALL_WORK ? 1 : a.threads;
-        if (!kvp_parallel(threads, pairs * parts, run_task, &call)) return 3;
+        tasks += tasks_of(args[i]);
+        numbers += args[i].batch * args[i].heads * args[i].tokens * args[i].dim;
     }
-    return 0;
+    Call call{args, table};
+    return kvp_parallel(numbers < SMALL_WORK ? 1 : args->threads, tasks, run_task, &call) ? 0 : 3;
+}
+
+int kvp_prompt(int level, const kvp_prompt_args *args) {
+    const int status = args->learn.tokens ? kvp_learn(level, &args->learn) : 0;
+    return status ? status : kvp_encode(level, &args->k, 2);
 }
 
 float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads, int64_t tokens,

@@ -229,6 +229,10 @@ bool encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair
         for (int i = 0; i < W; i++) rows[i] = row_of(a, pair, token + b * W + i);
         load_block(a, y + b * a.dim * W, rows);
     }
+    if (position < a.sinks) {
+        float mean[MOST_DIM];
+        leave_out(y, a.dim, count, (int)(a.sinks - position), a.dtype, mean);
+    }
     if (a.kind == KVP_BALANCED) return encode_balanced(a, scratch, pair, position);
     if (a.kind == KVP_TRELLIS) {
         encode_keys(a, scratch, pair, position);

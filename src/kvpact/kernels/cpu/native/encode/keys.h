@@ -124,4 +124,35 @@ struct TileMean {
         }
     }
 };
+
+// Lanes from the first one on.
+INLINE Ints lanes_from(int lane) {
+    Ints lanes;
+    for (int i = 0; i < W; i++) lanes[i] = i;
+    return lanes >= lane;
+}
+// In the place of the first tokens of a group the mean of its others, as a number of `dtype`; room for `dim` means.
+inline void leave_out(float *y, int dim, int group, int first, int dtype, float *mean) {
+    const int left_out = first < group ? first : group, count = group - left_out;
+    const vf divisor = set1((float)(count ? count : 1));
+    for (int c = 0; c < dim; c += W) {
+        const vf sum = over_tokens(c, dim, group / W, [&](int b, int channel, int) {
+            return (vf)((Ints)load(y + (b * dim + channel) * W) & lanes_from(left_out - b * W));
+        });
+        store_first(mean + c, sum / divisor, dim - c < W ? dim - c : W);
+    }
+    for (int c = 0; c < dim; c++) {
+        if (dtype == KVP_F16) mean[c] = from_half(to_half(mean[c]));
+        if (dtype == KVP_BF16) {
+            uint32_t bits;
+            memcpy(&bits, mean + c, 4);
+            bits = (bits + 0x7fff + (bits >> 16 & 1)) & ~0xffffu;
+            memcpy(mean + c, &bits, 4);
+        }
+        for (int b = 0; b * W < left_out; b++) {
+            float *at = y + (b * dim + c) * W;
+            store(at, pick_lanes(lanes_from(left_out - b * W), load(at), set1(mean[c])));
+        }
+    }
+}
 } // namespace KVP_NS

@@ -12,7 +12,18 @@ struct LearnScratch {
     alignas(64) float y[MOST_DIM * MOST_GROUP]; // a row: [tokens / W][channel][W]
     alignas(64) Side side;
     float first[MOST_DIM], weight[MOST_DIM], queries[MOST_DIM], energy[MOST_DIM], part[MOST_DIM];
+    double sum[MOST_DIM];
 };
+
+// The nearest 8-bit float (e5m2) of a number from 0 to the largest of these.
+float near_e5m2(float x) {
+    if (x < 0x1p-14f) return rintf(x * 0x1p16f) * 0x1p-16f;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits = (bits + 0xfffff + (bits >> 21 & 1)) & ~0x1fffffu;
+    memcpy(&x, &bits, 4);
+    return x;
+}
 
 // Adds `rows` rows of `width` numbers up in the first one, in the order of tree_sum.
 void fold(float *s, int64_t rows, int64_t width) {
@@ -42,9 +53,15 @@ struct Learner {
 
     void learn() {
         if (a.first) first_key();
-        if (!a.weight) return;
+        if (a.weight) channels();
+        if (a.known) know(*a.known);
+    }
+
+  private:
+    void channels() {
         for (int c = 0; c < dim; c++) s.queries[c] = a.query_energy ? a.query_energy[head * dim + c] : 1;
-        if (a.query_energy) floor(s.queries);
+        if (a.q.data) mean_energy();
+        if (a.query_energy || a.q.data) floor(s.queries);
         residual_energy();
         uint16_t *weight = a.weight + head * dim;
         if (a.weighted) {
@@ -62,8 +79,6 @@ struct Learner {
         if (a.sorted) sort(order);
         deviations(order);
     }
-
-  private:
     int64_t padding(int64_t row) const { return a.padding ? a.padding[row] : 0; }
     const char *token(int64_t row, int64_t t) const { return a.x.data + row * a.x.row + head * a.x.head + t * a.x.token; }
 
@@ -92,6 +107,39 @@ struct Learner {
         known.first = s.first;
     }
 
+    // The mean over the queries of a head, each energy rounded to 8 bits as if it had waited (cache/parts.py).
+    void mean_energy() {
+        const int64_t groups = a.q_heads / a.heads;
+        for (int c = 0; c < dim; c++) s.sum[c] = 0;
+        float *total = s.y, *one = s.y + dim * W;
+        for (int64_t b = 0; b < a.batch; b++)
+            for (int64_t t = 0; t < a.q_tokens; t += W) {
+                const int64_t count = a.q_tokens - t < W ? a.q_tokens - t : W;
+                for (int64_t g = 0; g < groups; g++) {
+                    const char *rows[W];
+                    for (int64_t i = 0; i < W; i++) rows[i] = i < count ? a.q.data + b * a.q.row + (head * groups + g) * a.q.head + (t + i) * a.q.token : nullptr;
+                    load_lanes(g ? one : total, rows, dim, a.dtype, nullptr);
+                    for (int i = 0; i < dim * W; i++) total[i] = g ? total[i] + one[i] * one[i] : total[i] * total[i];
+                }
+                for (int c = 0; c < dim; c++)
+                    for (int64_t i = 0; i < count; i++) {
+                        const float mean = total[c * W + i] / (float)groups;
+                        s.sum[c] += near_e5m2(mean < 57344 ? mean : 57344);
+                    }
+            }
+        for (int c = 0; c < dim; c++) s.queries[c] = (float)(s.sum[c] / (double)(a.batch * a.q_tokens));
+    }
+
+    void know(const kvp_trellis &to) {
+        const int blocks = a.trellis->blocks;
+        if (a.first) memcpy((float *)to.first + head * dim, s.first, (size_t)dim * sizeof(float));
+        if (!a.weight) return;
+        memcpy((float *)to.weight + head * dim, s.weight, (size_t)dim * sizeof(float));
+        for (int c = 0; c < dim; c++) ((int32_t *)to.order)[head * dim + c] = a.order[head * dim + c];
+        for (int b = 0; b < 3; b++)
+            ((float *)to.deviation)[head * 3 + b] = b < blocks ? from_half(a.deviation[head * blocks + b]) : 0;
+    }
+
     // The tokens of a row; in the place of those before `start` the mean of the others of their group.
     void load_row(int64_t row, int start) {
         for (int t = 0; t < tokens; t += W) {
@@ -99,28 +147,8 @@ struct Learner {
             for (int i = 0; i < W; i++) keys[i] = token(row, t + i);
             load_lanes(s.y + t * dim, keys, dim, a.dtype, nullptr);
         }
-        for (int begin = 0; begin < start; begin += group) {
-            float *y = s.y + begin * dim;
-            const int left_out = start - begin < group ? start - begin : group, count = group - left_out;
-            const vf divisor = set1((float)(count ? count : 1));
-            for (int c = 0; c < dim; c += W) {
-                const vf sum = over_tokens(c, dim, group / W, [&](int b, int channel, int) {
-                    return (vf)((Ints)load(y + (b * dim + channel) * W) & from(left_out - b * W));
-                });
-                store_first(s.part + c, sum / divisor, dim - c < W ? dim - c : W);
-            }
-            for (int b = 0; b * W < left_out; b++)
-                for (int c = 0; c < dim; c++) {
-                    float *at = y + (b * dim + c) * W;
-                    store(at, pick_lanes(from(left_out - b * W), load(at), set1(s.part[c])));
-                }
-        }
-    }
-    // Lanes from the first one on.
-    static Ints from(int lane) {
-        Ints lanes;
-        for (int i = 0; i < W; i++) lanes[i] = i;
-        return lanes >= lane;
+        for (int begin = 0; begin < start; begin += group)
+            leave_out(s.y + begin * dim, dim, group, start - begin, KVP_F32, s.part);
     }
 
     // The mean square of the keys less their bases.
@@ -153,7 +181,7 @@ struct Learner {
     template <class Flag> void squares(const Keys &keys, float *y, int start, const float *mean, Flag &&flag_of) {
         for (int b = 0; b < group / W; b++) {
             const Ints flag = flag_of(b);
-            const vf counted = pick_lanes(from(start - b * W), set1(1), zero());
+            const vf counted = pick_lanes(lanes_from(start - b * W), set1(1), zero());
             for (int c = 0; c < dim; c++) {
                 float *block = y + b * dim * W;
                 const vf rest = keys.less_base(block, c, flag, mean);

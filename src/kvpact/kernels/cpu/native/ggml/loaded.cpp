@@ -1,6 +1,5 @@
 #include "ggml/loaded.h"
 
-#include <atomic>
 #include <dlfcn.h>
 #include <string.h>
 #include <string>
@@ -9,6 +8,7 @@
 #include <link.h>
 #endif
 
+#include "abi.h"
 #include "pool.h"
 
 namespace {
@@ -53,14 +53,6 @@ class Libraries {
     template <class F> void find(F &function, const char *name) const { function = (F)find(name); }
 };
 
-struct Share {
-    std::atomic<int64_t> next{0};
-    std::atomic<bool> failed{false};
-    int64_t count;
-    bool (*work)(void *, int64_t);
-    void *context;
-};
-
 } // namespace
 
 Ggml::Ggml(const void *caller) {
@@ -79,21 +71,9 @@ const Ggml &ggml(const void *caller) {
     return found;
 }
 
-bool on_threads(int64_t threads, int64_t count, bool (*work)(void *, int64_t), void *context) {
-    typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-    static const Parallel parallel = (Parallel)Libraries(loader).find("GOMP_parallel");
-    if (threads > count) threads = count;
-    if (threads <= 1 || !parallel) return kvp_parallel(threads, count, work, context);
-    Share share;
-    share.count = count;
-    share.work = work;
-    share.context = context;
-    parallel(
-        [](void *data) {
-            Share &s = *(Share *)data;
-            for (int64_t i; (i = s.next.fetch_add(1, std::memory_order_relaxed)) < s.count;)
-                if (!s.work(s.context, i)) s.failed.store(true, std::memory_order_relaxed);
-        },
-        &share, (unsigned)threads, 0);
-    return !share.failed;
+bool on_threads(int64_t threads, int64_t count, kvp_work work, void *context) {
+    // Not sooner: the library that brings it may be loaded after this one.
+    static const int found = kvp_openmp(Libraries(loader).find("GOMP_parallel"), nullptr, nullptr, nullptr);
+    (void)found;
+    return kvp_parallel(threads, count, work, context);
 }

@@ -1,6 +1,7 @@
 // What is found in the libraries that are loaded: ggml's functions, and OpenMP's threads.
 #pragma once
 #include "ggml/ggml_abi.h"
+#include "pool.h"
 
 struct Ggml {
     const char *(*version)(void) = nullptr;
@@ -14,6 +15,5 @@ struct Ggml {
 // The ggml that loaded this library: the one that the first call found.
 const Ggml &ggml(const void *caller = nullptr);
 
-// Calls work(context, i) for 0 <= i < count on at most `threads` threads: those of the OpenMP library that ggml uses,
-// which wait for it between operations; else kvpact's own. False if any call returned false.
-bool on_threads(int64_t threads, int64_t count, bool (*work)(void *, int64_t), void *context);
+// `kvp_parallel`, on the threads of the OpenMP library that ggml uses, which wait for it between operations.
+bool on_threads(int64_t threads, int64_t count, kvp_work work, void *context);
