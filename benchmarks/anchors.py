@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from importlib import import_module
@@ -26,8 +25,6 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from anchors_case import Maker, Ring, case_of

@@ -31,7 +31,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 # Before torch is there: threads that spin slow down the other process, and so do compilers.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch

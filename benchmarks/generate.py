@@ -22,15 +22,12 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
-import os
 import tempfile
 from contextlib import ExitStack
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 # Before torch is there: idle threads of other processes must not spin.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 from attend_rounds import quartiles
 from generate_process import Candidate, prefill, serve
 from generate_report import Row, lines, markdown

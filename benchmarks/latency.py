@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from attend_rounds import quartiles

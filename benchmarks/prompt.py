@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 # Before torch is loaded: or its threads spin after a call, on the cores that the next one needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import torch
 from attend_rounds import Turn, measure, quartiles
 from machine import about, head

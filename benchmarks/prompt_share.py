@@ -13,7 +13,6 @@ times the shares: median and quartiles.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from attend_rounds import quartiles

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 

@@ -164,7 +164,7 @@ struct Case {
         if (operation == "encode") status = kvp_encode(level, (const kvp_encode_args *)args, 1);
         if (operation == "step")
             status = kvp_step(level, (const kvp_step_args *)args, blocks[0].contents.size() / sizeof(kvp_step_args));
-        if (operation == "learn") status = kvp_learn(level, (const kvp_learn_args *)args);
+        if (operation == "prompt") status = kvp_prompt(level, (const kvp_prompt_args *)args);
         if (operation == "decode") status = kvp_decode(level, (const kvp_decode_args *)args);
         if (operation == "scan") status = kvp_scan(level, (const kvp_scan_args *)args);
         if (operation == "gather") status = kvp_gather((const kvp_gather_args *)args);

@@ -96,6 +96,21 @@ def record_steps(recorder: Recorder, spec: str, layout: str = "contiguous", rows
     recorder.cases[before:] = made
 
 
+def record_prompt(recorder: Recorder, spec: str, tokens: int, dtype: torch.dtype) -> None:
+    """Record the first tokens of a layer like another one; a test compares the two ways."""
+    before = len(recorder.cases)
+    cache = create_cache(spec, CacheGeometry(2, 3, 64, dtype=dtype))
+    for layer in range(2):
+        generator = torch.Generator().manual_seed(layer)
+        shapes = ((2, heads, tokens, 64) for heads in (3, 3, 6))
+        k, v, q = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        cache.attend(layer, k=k, v=v, q=q)
+    made = [one for one in recorder.cases[before:] if one.operation == "prompt"][-1:]
+    assert made, spec
+    made[0].label = f"{spec} {tokens} {dtype}"
+    recorder.cases[before:] = made
+
+
 def record_chosen(recorder: Recorder, spec: str, latent: bool) -> None:
     """Record the copies of slots for attention over a few tokens."""
     before = len(recorder.cases)
@@ -157,6 +172,8 @@ def record_all(recorder: Recorder) -> None:
     for case in itertools.islice(learn_compare.cases(), 0, None, 11):
         record_learn(recorder, case)
     dtypes = itertools.cycle(decode_compare.DTYPES)
+    for spec, tokens in itertools.product(("trellis:bits=4", "int:bits=8"), (20, 64, 128, 700)):
+        record_prompt(recorder, spec, tokens, next(dtypes))
     combinations = itertools.product(decode_compare.FORMATS, decode_compare.PLACES, "kv")
     for spec, place, side in itertools.islice(combinations, 0, None, 7):
         record_decode(recorder, spec, side, next(widths), *place, next(dtypes))

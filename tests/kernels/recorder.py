@@ -35,7 +35,7 @@ CHECKS = {
     "attend": {"out": NEAR},
     "attend_rows": {"out": NEAR},
     "encode": dict.fromkeys(("codes", "scale", "zero", "mean", "base", "step"), EQUAL),
-    "learn": dict.fromkeys(("first", "weight", "order", "deviation"), EQUAL),
+    "prompt": dict.fromkeys(("state", "numbers", "k_tail", "v_tail", "k_sinks", "v_sinks"), EQUAL),
     "decode": {"out": EQUAL},
     "step": {"out": NEAR, "spare": EQUAL},
     "scan": {"out": NEAR},
@@ -126,7 +126,8 @@ class Recorder:
         def watched(*words: Any) -> int:
             given = words[0 if name == "gather" else 1]
             if isinstance(given, bytes):  # one structure after the other
-                kind = structs.StepArgs if name == "step" else structs.AttendArgs
+                kinds = {"step": structs.StepArgs, "prompt": structs.PromptArgs}
+                kind = kinds.get(name, structs.AttendArgs)
                 found = [
                     kind.from_buffer_copy(given, place)
                     for place in range(0, len(given), ctypes.sizeof(kind))
@@ -135,6 +136,8 @@ class Recorder:
                 found = [given._obj]
             if name == "step":
                 cases = [self._copied_steps(found)]
+            elif name == "prompt":
+                cases = [self._copied_prompt(found[0])]
             else:
                 cases = [self._copied(name, args) for args in found]
             status = call(*words)
@@ -175,6 +178,45 @@ class Recorder:
                 self._follow(case, at, store.form, offset, 0, CHECKS["encode"])
             self._follow(case, at, attend, 0, 0, {})
             self._follow(case, 0, args, place, 0, CHECKS["step"])
+        return case
+
+    def _copied_prompt(self, args: structs.PromptArgs) -> Case:
+        """Copy first tokens of a layer; in the plan, numbers stand in the place of addresses."""
+        case, kind = Case("prompt", [Block(0, bytes(args))], []), structs.PromptArgs
+        plan = ctypes.string_at(args.plan, ctypes.sizeof(structs.PromptPlan))
+        known, shown = (
+            structs.PromptPlan.from_buffer_copy(plan),
+            structs.PromptPlan.from_buffer_copy(plan),
+        )
+        for name in ("first", "weight", "order", "deviation"):
+            setattr(shown.learn, name, None)
+        tables = []
+        for side, encoding in (("k", shown.k), ("v", shown.v)):
+            rows = 0
+            for name, field in encoding._fields_:
+                if field is structs.FieldStruct:
+                    rows = max(rows, getattr(encoding, name).base or 0)
+                    getattr(encoding, name).base = None
+            tables.append((f"{side}_table", rows * getattr(known, f"{side}_segments")))
+        case.blocks.append(Block(args.plan, plan))
+        case.pointers.append((0, kind.plan.offset, 1, 0))
+        self._follow(case, 1, shown, 0, 0, {})
+        for name, count in tables:
+            if not count:
+                continue
+            pointers = (ctypes.c_void_p * count).from_address(getattr(args, name))
+            case.pointers.append((0, getattr(kind, name).offset, len(case.blocks), 0))
+            case.blocks.append(Block(getattr(args, name), bytes(pointers)))
+            table = len(case.blocks) - 1
+            for index, pointer in enumerate(pointers):
+                self._point(case, table, 8 * index, pointer, EQUAL)
+        if args.known:
+            case.pointers.append((0, kind.known.offset, len(case.blocks), 0))
+            trellis = ctypes.string_at(args.known, ctypes.sizeof(structs.TrellisStruct))
+            case.blocks.append(Block(args.known, trellis))
+        rest = structs.PromptArgs.from_buffer_copy(bytes(args))
+        rest.plan = rest.k_table = rest.v_table = rest.known = None
+        self._follow(case, 0, rest, 0, 0, CHECKS["prompt"])
         return case
 
     def _follow(

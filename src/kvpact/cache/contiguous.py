@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from kvpact.cache.evict import Evictable
 from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
+from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, put_on_rungs, restored_layer
@@ -36,6 +38,9 @@ from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
+_ACTIVATIONS = 8 << 20
+"""Bytes of a call's queries from which on memory of a model's activations is worth a tenth of its
+time: blocks that go back to the system have to be asked for again, page by page."""
 
 
 class ContiguousCache(Evictable, BatchRows):
@@ -63,6 +68,7 @@ class ContiguousCache(Evictable, BatchRows):
         self._specs, self.budget = list(specs), budget
         self._schedule: Schedule | None = None
         self.compute, self.heap = compute or Compute(), Hold()
+        self.compute.layers = Counter(map(str, specs))
         self.key_offsets = check_offsets(key_offsets, geometry)
         check_covered(self.compute, specs, geometry, bool(self.key_offsets))
         given = states_of(calibration, specs, geometry)
@@ -136,8 +142,8 @@ class ContiguousCache(Evictable, BatchRows):
             entry = self._layers[layer]
             output = quick_attend(entry, k, v, q, config, self.max_tokens)
             if output is not None:
-                if self.heap.active:
-                    self.heap.end()
+                if self.heap.active or self.compute.prompts:
+                    self._end_prompt()
                 return output
         return self._attend(layer, k, v, q, config)
 
@@ -152,9 +158,11 @@ class ContiguousCache(Evictable, BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
+            if k.shape[2] <= MOST_STEP:
+                self._end_prompt()
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, not self.compute.alike)
             output = attend(entry, k, v, q, config, sizes)
-            self.heap.stored(layer + 1 == len(self._layers))
+            self._stored(layer, q.nbytes)
             return output
 
     @detached
@@ -176,11 +184,27 @@ class ContiguousCache(Evictable, BatchRows):
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
-            self._check(layer, k, v, q, config)
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
-            step = entry.store(k, v, config, q)
-            self.heap.stored(layer + 1 == len(self._layers))
+            sizes = self._check(layer, k, v, q, config)
+            if k.shape[2] <= MOST_STEP:
+                self._end_prompt()
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, not self.compute.alike)
+            step = entry.store(k, v, config, q, sizes)
+            self._stored(layer, k.nbytes if q is None else q.nbytes)
             return step
+
+    def _end_prompt(self) -> None:
+        if self.heap.active:
+            self.heap.end()
+        self.compute.end_prompt()
+
+    def _stored(self, layer: int, queries: int) -> None:
+        """Tell malloc that a layer's tokens are stored; the others' may need nothing new.
+
+        `queries`: their bytes, and those of a model's other activations are multiples.
+        """
+        if self.compute.alike and queries < _ACTIVATIONS:
+            self.heap.release()
+        self.heap.stored(layer + 1 == len(self._layers))
 
     def prefill(
         self,

@@ -110,10 +110,17 @@ class CacheLayer:
         state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
         return f"CacheLayer({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
 
-    def store(self, k: Tensor, v: Tensor, config: AttendConfig, q: Tensor | None = None) -> Step:
+    def store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        config: AttendConfig,
+        q: Tensor | None = None,
+        sizes: Sizes = None,
+    ) -> Step:
         """Store new tokens and return them beside a view of the past."""
         with self.lock:
-            return self.commit(self.prepare(k, v, config, q))
+            return self.commit(self.prepare(k, v, config, q, sizes))
 
     def prepare(
         self,
@@ -138,11 +145,12 @@ class CacheLayer:
         if held.k is None and padding is None and not rungs:
             alike = self._alike(k_stream, v_stream, k, v, q)
         if alike is not None and (prompt := self.compute.prompts.get(alike)) and sizes:
-            pair = prompt.streams((k_stream, v_stream), (k, v, q), sizes)
-            if pair is not None:
-                plan = self.compute.plan(pair[0].plan, pair[1].plan, False, self._latent)
-                after = Held(*pair, None, held.version, plan, begin=held.begin)
-                return LayerPlan(held, after, [], self._step(None, k, v, None, plan), config.exact_new)
+            ready = prompt.take((k, v, q), sizes)
+            if ready is not None:
+                self.compute.alike = True
+                after = Held(ready.k, ready.v, None, held.version, ready.plan, begin=held.begin)
+                step = self._step(None, k, v, None, ready.plan)
+                return LayerPlan(held, after, [], step, config.exact_new)
         given, ahead, total = (k, v), held.ahead, held.length + k.shape[2]
         if rungs:
             ahead = ahead or to_learn(rungs[1:], k_stream, self.new_stream)
@@ -170,8 +178,11 @@ class CacheLayer:
         k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rungs, ahead)
         after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, *more)
         if alike is not None and alike not in self.compute.prompts:
-            before = self.compute.plan(k_stream.plan, v_stream.plan, False, self._latent)
-            self.compute.prompts[alike] = Prompt.like(k_after, v_after, before, (k, v, q))
+            first = self.compute.plan(k_stream.plan, v_stream.plan, False, self._latent)
+            pairs, layers = ((k_stream, v_stream), (k_after, v_after)), self.compute.layers
+            count = layers.get(str(self._spec), 1) - 1
+            self.compute.prompts[alike] = Prompt.like(*pairs, first, (k, v, q), count)
+        self.compute.alike = False
         step = self._step(self._view(held, padding), k, v, padding, plan)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
 

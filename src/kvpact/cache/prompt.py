@@ -1,107 +1,162 @@
 """The first tokens of a layer like those of another one, stored in one call of a backend.
 
-The ordinary way (`CacheLayer.prepare`) defines it, and stores the first layer's; what was found out
-there about shapes and places holds for the others.
+The ordinary way (`CacheLayer.prepare`) defines it, and stores the first layer's. What was found out
+there about shapes and places holds for the others; what they will hold is made for all of them at
+once. So no object that lives on is made between a model's activations, which would pin what these
+leave free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.parts import next_memory
 from kvpact.cache.segments import SegmentList
 from kvpact.cache.stream import Stream
-from kvpact.kernels import Plan, PromptRunner, PromptShape, StreamPlan, surely_stored
+from kvpact.kernels import (
+    Plan,
+    PromptPlace,
+    PromptRunner,
+    PromptSide,
+    StreamPlan,
+    TokenMemory,
+    apart,
+    surely_stored,
+)
 from kvpact.methods import Codec
+
+
+class Ready(NamedTuple):
+    """What a layer will hold, without its numbers; `place`: where they go."""
+
+    k: Stream
+    v: Stream
+    plan: Plan
+    place: Any
 
 
 class Side(NamedTuple):
     """K or V behind first tokens.
 
-    How many are packed, where the tail starts, a store for their slots, and the largest magnitude
-    that is surely stored.
+    - `empty`, `packed`, `start`: the stream before; how many are packed; where the tail starts.
+    - `store`: for their slots.
+    - `shape`, `length`: of the tail, `[B, H, n, D]`; all tokens.
+    - `limit`: the largest magnitude that is surely stored.
     """
 
+    empty: Stream
     packed: int
     start: int
     store: SegmentList
+    shape: tuple[int, ...]
+    length: int
     limit: float
 
     @classmethod
-    def of(cls, stream: Stream) -> Side | None:
+    def of(cls, empty: Stream, held: Stream) -> Side | None:
         """Return what a stream that holds first tokens has in common with others."""
-        if stream.offset is not None or not isinstance(stream.store, SegmentList):
+        if held.offset is not None or not isinstance(held.store, SegmentList):
             return None
-        limit = surely_stored(stream.plan, stream.memory.tensor.shape[3])
-        return cls(stream.packed, stream.tail_start, stream.store.emptied(), limit)
+        batch, heads, _, dim = held.memory.tensor.shape
+        start, length = held.tail_start, held.length
+        if length < held.num_sinks:
+            return None
+        limit, shape = surely_stored(held.plan, dim), (batch, heads, length - start, dim)
+        return cls(empty, held.packed, start, held.store.emptied(), shape, length, limit)
+
+    def told(self, x: Tensor, held: Stream) -> PromptSide:
+        """Return what a backend is told of it, and of tokens like those to come."""
+        count = held.num_sinks
+        apart = count if held.codec.group > 1 else 0
+        sinks = count if self.start else 0
+        return PromptSide(x, self.packed, self.start, sinks, apart, held.store.source())
+
+    def place(self) -> tuple[SegmentList, TokenMemory, Tensor | None, PromptPlace]:
+        """Return where a layer's tokens go."""
+        like, (batch, heads, _, dim) = self.empty.memory.tensor, self.shape
+        store, tail, sinks = self.store.filled(), like.new_empty(self.shape), None
+        if self.start and self.empty.num_sinks:
+            sinks = like.new_empty(batch, heads, self.empty.num_sinks, dim)
+        place = PromptPlace(store.table(), tail, sinks)
+        return store, TokenMemory(tail, self.start), sinks, place
 
     def stream(
-        self, before: Stream, x: Tensor, codec: Codec, plan: StreamPlan, store: SegmentList
+        self,
+        codec: Codec,
+        plan: StreamPlan,
+        store: SegmentList,
+        memory: TokenMemory,
+        sinks: Tensor | None,
     ) -> Stream:
-        """Return what an empty stream becomes."""
-        memory, spare = next_memory(before.memory, 0, 0, 0, x, self.start)
-        count = before.num_sinks
-        sinks = x[:, :, :count].clone() if self.start and count else None
-        known = codec, before.window, plan, store, self.packed, memory, self.start
-        return Stream(*known, x.shape[2], spare, sinks, count)
+        """Return what the empty stream becomes."""
+        empty = self.empty
+        known = codec, empty.window, plan, store, self.packed, memory, self.start
+        return Stream(*known, self.length, 0, sinks, empty.num_sinks)
 
 
-class Prompt(NamedTuple):
-    """What is alike in layers behind first tokens.
+class Prompt:
+    """What is alike in layers behind first tokens: K and V, before anything is learnt.
 
-    `plan`: before anything is learnt; `runner`: None where nothing is packed.
+    `layers`: how many of them are expected.
     """
 
-    k: Side
-    v: Side
-    plan: Plan
-    runner: PromptRunner | None
+    def __init__(
+        self, sides: tuple[Side, Side], plan: Plan, runner: PromptRunner, layers: int
+    ) -> None:
+        self._sides, self._plan, self._runner = sides, plan, runner
+        self._layers, self._ready = layers, list[Ready]()
 
     @classmethod
-    def like(cls, k: Stream, v: Stream, plan: Plan, call: Sequence[Tensor | None]) -> Prompt | None:
-        """Return that for layers like one which holds `k` and `v` behind a `call`: k, v and q."""
-        sides = Side.of(k), Side.of(v)
-        first, second = sides
-        if first is None or second is None or k.length < max(k.num_sinks, v.num_sinks):
+    def like(
+        cls,
+        before: tuple[Stream, Stream],
+        after: tuple[Stream, Stream],
+        plan: Plan,
+        call: Sequence[Tensor | None],
+        layers: int,
+    ) -> Prompt | None:
+        """Return that of layers like one whose streams a `call`, of k, v and q, filled."""
+        sides = tuple(map(Side.of, before, after))
+        (k, v), (x, y, q), learns = after, call, not before[0].codec.ready
+        if None in sides or x is None or y is None:
             return None
-        learns = k.plan.before is not None
-        if not k.codec.ready and k.length > k.learning[0]:
+        if learns and not k.codec.ready and k.length > k.learning[0]:
             return None  # it has queries to remember
-        if not (k.packed or v.packed):
-            return cls(first, second, plan, None)
-        if learns and (k.learning[0] < k.num_sinks or k.length < k.learning[1]):
+        if learns and k.codec.ready and (k.learning[0] < k.num_sinks or k.length < k.learning[1]):
             return None
-        x, y, q = call
-        assert x is not None and y is not None
-        sinks = [stream.num_sinks if stream.codec.group > 1 else 0 for stream in (k, v)]
-        shape = PromptShape(
-            *(x, y, q if learns else None),
-            *((k.packed, v.packed), (sinks[0], sinks[1])),
-            *((k.store.source(), v.store.source()), k.learning),
-        )
-        runner = plan.prompt(shape)
-        return None if runner is None else cls(first, second, plan, runner)
+        first, second = sides
+        assert first is not None and second is not None
+        told = first.told(x, k), second.told(y, v)
+        runner = plan.prompt(told, q if learns and k.codec.ready else None, k.learning)
+        return None if runner is None else cls((first, second), plan, runner, layers)
 
-    def streams(
-        self, before: tuple[Stream, Stream], call: Sequence[Tensor | None], sizes: Sequence[float]
-    ) -> tuple[Stream, Stream] | None:
-        """Return what another layer's empty streams become; None: the ordinary way decides."""
-        k_side, v_side, plan, runner = self
-        (k_before, v_before), (k, v, q) = before, call
+    def take(self, call: Sequence[Tensor | None], sizes: Sequence[float]) -> Ready | None:
+        """Return what another layer holds after its call; None: the ordinary way decides."""
+        k, v, q = call
         assert k is not None and v is not None
-        codec, k_plan = k_before.codec, k_before.plan
-        if not (sizes[0] <= k_side.limit and sizes[1] <= v_side.limit):
+        if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
-        k_store, v_store = k_side.store.filled(), v_side.store.filled()
-        if runner is not None:
-            learnt = runner.run(k, v, q, (k_store, v_store))
-            if learnt is None:
-                return None
-            plan.count_prompt((k_side.packed > 0) + (v_side.packed > 0), learnt is not codec)
-            if learnt is not codec:
-                codec, k_plan = learnt, k_plan.for_codec(learnt)
-        k_after = k_side.stream(k_before, k, codec, k_plan, k_store)
-        return k_after, v_side.stream(v_before, v, v_before.codec, v_before.plan, v_store)
+        if not self._ready:
+            with apart():
+                self._ready = [self._made() for _ in range(max(self._layers, 1))]
+            self._layers = 0
+        ready = self._ready.pop()
+        if not self._runner.run(ready.place, k, v, q):
+            return None
+        k_side, v_side = self._sides
+        encoded = (k_side.packed > 0) + (v_side.packed > 0)
+        self._plan.count_prompt(encoded, int(ready.k.codec is not k_side.empty.codec))
+        return ready
+
+    def _made(self) -> Ready:
+        k_side, v_side = self._sides
+        (*k_parts, k_place), (*v_parts, v_place) = k_side.place(), v_side.place()
+        codec, place = self._runner.place(k_place, v_place)
+        plan, k_plan, v = self._plan, k_side.empty.plan, v_side.empty
+        if codec is not k_side.empty.codec:
+            k_plan = k_plan.for_codec(codec)
+            plan = plan.after(k_plan)
+        k_stream = k_side.stream(codec, k_plan, *k_parts)
+        return Ready(k_stream, v_side.stream(v.codec, v.plan, *v_parts), plan, place)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.cache.slabs import Slab, SlabShape
-from kvpact.kernels import Segment, Where, WritableSource
+from kvpact.cache.slabs import Slab, SlabShape, slab_shape
+from kvpact.kernels import Segment, Table, Where, WritableSource
 from kvpact.methods import Codec
 from kvpact.units import segment_tokens
 
@@ -92,12 +92,13 @@ class SegmentList(SegmentStore):
         slabs: tuple[Slab, ...] = (),
         shared: int = 0,
     ) -> None:
-        smallest = segment_tokens(codec.group, 0, device.type)
-        self.segment_tokens = slabs[0].shape.tokens if slabs else smallest
+        self.segment_tokens = (
+            slabs[0].shape.tokens if slabs else segment_tokens(codec.group, 0, device.type)
+        )
         self._codec, self._shape, self._device = codec, (batch, heads), device
         self._slabs, self._shared = slabs, shared
         self.prepared: dict[str, Any] = {}
-        self._wanted = 0
+        self._wanted: tuple[SlabShape, int] | None = None
 
     @classmethod
     def new(
@@ -128,7 +129,7 @@ class SegmentList(SegmentStore):
         return self._with(slabs, min(first, shared))
 
     def _empty(self, size: int, count: int) -> Slab:
-        return Slab.new(SlabShape(self._codec.fields, *self._shape, size), count, self._device)
+        return Slab.new(slab_shape(self._codec.fields, *self._shape, size), count, self._device)
 
     def _copied(self, size: int, begin: int, count: int, kept: int) -> Slab:
         """Return segments of `size` for tokens from `begin` on, with those in front of `kept`."""
@@ -226,27 +227,28 @@ class SegmentList(SegmentStore):
         """Return where a field's segments lie."""
         index = [field.name for field in self._codec.fields].index(name)
         row, head = self._slabs[0].strides(name) if self._slabs else (0, 0)
-        return Where(self.addresses(), index, row, head)
+        return Where(self.table(), index, row, head)
 
-    def addresses(self) -> np.ndarray[Any, Any]:
-        """Return where each field of each segment lies, `[fields, segments]` int64."""
+    def table(self) -> Table:
+        """Return where each field of each segment lies."""
         table = self.prepared.get("addresses")
         if table is None:
-            parts = [slab.addresses() for slab in self._slabs]
+            parts = [slab.table() for slab in self._slabs]
             none = np.empty((len(self._codec.fields), 0), dtype=np.int64)
             table = parts[0] if len(parts) == 1 else np.concatenate([none, *parts], 1)
             table = self.prepared.setdefault("addresses", table)  # one, if threads ask at once
-        found: np.ndarray[Any, Any] = table
+        found: Table = table
         return found
 
     def emptied(self) -> SegmentList:
         """Return a list without memory, of which `filled` makes as many segments of zeros."""
         other = SegmentList(self._codec, *self._shape, self._device)
-        other.segment_tokens, other._wanted = self.segment_tokens, self._count
+        if self._slabs:
+            other._wanted = self._slabs[0].shape, self._count
         return other
 
     def filled(self) -> SegmentList:
         """Return a list of as many segments as `emptied` was called on, of zeros."""
-        if not self._wanted:
+        if self._wanted is None:
             return self
-        return self._with((self._empty(self.segment_tokens, self._wanted),), 0)
+        return self._with((Slab.new(*self._wanted, self._device),), 0)

@@ -5,26 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvpact.formats import Field
-from kvpact.kernels import Segment
+from kvpact.kernels import Segment, Table
 
 REGISTER = 32
 """Fields whose units are multiples of so many bytes lie in front: kernels load whole registers."""
-
-
-class SlabShape(NamedTuple):
-    """What a slab is of: fields, rows, heads, and the tokens of a segment."""
-
-    fields: tuple[Field, ...]
-    batch: int
-    heads: int
-    tokens: int
 
 
 class _Place(NamedTuple):
@@ -41,29 +32,40 @@ class _Place(NamedTuple):
         return self.end - self.begin
 
 
-@lru_cache(maxsize=256)
-def offsets(shape: SlabShape, total: int) -> np.ndarray[Any, Any]:
-    """Return where each field of each segment begins in a slab of so many, `[fields, segments]`."""
-    found, _ = _places(shape)
-    begins = np.array([[found[field.name].begin] for field in shape.fields], dtype=np.int64)
-    sizes = np.array([[found[field.name].size] for field in shape.fields], dtype=np.int64)
-    return begins * total + sizes * np.arange(total, dtype=np.int64)
+class SlabShape:
+    """What a slab is of: fields, rows, heads, and the tokens of a segment; see `slab_shape`.
+
+    `places`: where the fields of one segment would lie; `size`: its bytes.
+    """
+
+    def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -> None:
+        self.fields, self.batch, self.heads, self.tokens = fields, batch, heads, tokens
+        ordered = sorted(fields, key=_order)
+        units = [(batch, heads, tokens // field.tokens, *field.shape) for field in ordered]
+        sizes = (prod(x) * field.dtype.itemsize for x, field in zip(units, ordered, strict=True))
+        *begins, self.size = accumulate(sizes, initial=0)
+        found = zip(ordered, begins, [*begins[1:], self.size], units, strict=True)
+        self.places = {x.name: _Place(begin, end, x.dtype, unit) for x, begin, end, unit in found}
+        self._offsets: dict[int, Table] = {}
+
+    def offsets(self, total: int) -> Table:
+        """Return where each field of each segment begins in a slab of so many."""
+        if total not in self._offsets:
+            places = [self.places[field.name] for field in self.fields]
+            begins = np.array([[place.begin] for place in places], dtype=np.int64)
+            sizes = np.array([[place.size] for place in places], dtype=np.int64)
+            self._offsets[total] = begins * total + sizes * np.arange(total, dtype=np.int64)
+        return self._offsets[total]
+
+
+def _order(field: Field) -> tuple[bool, int]:
+    return prod(field.shape) * field.dtype.itemsize % REGISTER > 0, -field.dtype.itemsize
 
 
 @lru_cache(maxsize=256)
-def _places(shape: SlabShape) -> tuple[dict[str, _Place], int]:
-    """Return where the fields of one segment would lie, and where that would end."""
-    fields, batch, heads, tokens = shape
-
-    def order(field: Field) -> tuple[bool, int]:
-        return prod(field.shape) * field.dtype.itemsize % REGISTER > 0, -field.dtype.itemsize
-
-    ordered = sorted(fields, key=order)
-    units = [(batch, heads, tokens // field.tokens, *field.shape) for field in ordered]
-    sizes = (prod(x) * field.dtype.itemsize for x, field in zip(units, ordered, strict=True))
-    ends = list(accumulate(sizes, initial=0))
-    found = zip(ordered, ends[:-1], ends[1:], units, strict=True)
-    return {x.name: _Place(begin, end, x.dtype, unit) for x, begin, end, unit in found}, ends[-1]
+def slab_shape(fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -> SlabShape:
+    """Return a shape: the same object for the same numbers, which is not looked for again."""
+    return SlabShape(fields, batch, heads, tokens)
 
 
 class Slab:
@@ -84,7 +86,7 @@ class Slab:
     @classmethod
     def new(cls, shape: SlabShape, count: int, device: torch.device) -> Slab:
         """Return so many segments of zeros."""
-        memory = torch.zeros(_places(shape)[1] * count, dtype=torch.uint8, device=device)
+        memory = torch.zeros(shape.size * count, dtype=torch.uint8, device=device)
         return cls(shape, memory, count, count)
 
     def front(self, count: int) -> Slab:
@@ -93,7 +95,8 @@ class Slab:
 
     def rows(self, indices: Tensor) -> Slab:
         """Return a copy of some rows of the batch."""
-        shape = self.shape._replace(batch=len(indices))
+        old = self.shape
+        shape = slab_shape(old.fields, len(indices), old.heads, old.tokens)
         made = self.new(shape, self.count, self.memory.device)
         for name in (field.name for field in shape.fields):
             made.field(name).copy_(self.field(name).index_select(1, indices))
@@ -101,20 +104,21 @@ class Slab:
 
     def field(self, name: str, whole: bool = False) -> Tensor:
         """Return a field of the segments used, or of all: `[segments, B, H, units, …]`."""
-        begin, end, dtype, shape = _places(self.shape)[0][name]
+        begin, end, dtype, shape = self.shape.places[name]
         held = self.memory[begin * self._total : end * self._total].view(dtype)
         return held.view(self._total, *shape)[: None if whole else self.count]
 
-    def addresses(self) -> np.ndarray[Any, Any]:
-        """Return where each field of each segment lies, `[fields, segments]` int64."""
-        found = offsets(self.shape, self._total)[:, : self.count] + self.memory.data_ptr()
+    def table(self) -> Table:
+        """Return where each field of each segment lies."""
+        offsets = self.shape.offsets(self._total)
+        whole = offsets if self.count == self._total else offsets[:, : self.count]
+        found: Table = whole + self.memory.data_ptr()
         return found
 
     def strides(self, name: str) -> tuple[int, int]:
         """Return the bytes of a field from a row, and from a head, to the next."""
-        row = _places(self.shape)[0][name].size // self.shape.batch
+        row = self.shape.places[name].size // self.shape.batch
         return row, row // self.shape.heads
-
 
     def segment(self, index: int) -> Segment:
         """Return a segment."""

@@ -13,7 +13,7 @@ import torch
 from kvpact.cli import options
 from kvpact.cli.console import output_console, print_document, print_table
 from kvpact.evaluate.runner import installed
-from kvpact.kernels import OPERATIONS, coverage, devices, malloc_here, report
+from kvpact.kernels import OPERATIONS, coverage, devices, malloc_here, native_threads, report
 from kvpact.registry import Alias, list_methods
 from kvpact.spec import parse_spec
 
@@ -115,7 +115,7 @@ def processor() -> dict[str, str]:
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
         "cpu features": ", ".join(_flags()) or "unknown",
         "torch's cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
+        "threads": f"{torch.get_num_threads()}, {native_threads()}",
         "gpu": "none",
     }
     if torch.cuda.is_available():

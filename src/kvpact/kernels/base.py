@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import DtypeError, GeometryError
-from kvpact.kernels.sources import Pick, SegmentSource, WritableSource, copy_slots
+from kvpact.kernels.sources import Pick, SegmentSource, Table, WritableSource, copy_slots
 from kvpact.kernels.views import LayerView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -137,34 +137,45 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape (that of a row where rows are many), strides and dtype of a tensor."""
 
 
-class PromptShape(NamedTuple):
-    """First tokens of a layer, and what of them is packed.
+class PromptSide(NamedTuple):
+    """K or V of a layer's first tokens.
 
-    - `k`, `v`, `q`: like those to come; `q` None where nothing is learnt of queries.
-    - `packed`: tokens of K and of V; `sinks`: first tokens that count for no group of K and of V.
-    - `sources`: where slots lie as those to come will.
-    - `seen`: the first query to learn from, and the one behind the last.
+    - `x`: tokens like those to come.
+    - `packed`: how many are packed; `start`: the first one of the tail.
+    - `sinks`: first ones that are copied; `apart`: those of them that count for no group.
+    - `source`: where slots lie as those to come will.
     """
 
-    k: Tensor
-    v: Tensor
-    q: Tensor | None
-    packed: tuple[int, int]
-    sinks: tuple[int, int]
-    sources: tuple[SegmentSource, SegmentSource]
-    seen: tuple[int, int]
+    x: Tensor
+    packed: int
+    start: int
+    sinks: int
+    apart: int
+    source: SegmentSource
+
+
+class PromptPlace(NamedTuple):
+    """Where K or V of a layer's first tokens go.
+
+    `table`: of the slots, zeros (see `Where`); `tail`, `sinks`: `[B, H, n, D]` without gaps.
+    """
+
+    table: Table
+    tail: Tensor
+    sinks: Tensor | None
 
 
 class PromptRunner(Protocol):
     """Stores first tokens of layers that are alike, in one call each."""
 
-    def run(
-        self, k: Tensor, v: Tensor, q: Tensor | None, sources: tuple[SegmentSource, SegmentSource]
-    ) -> Codec | None:
-        """Write slots of zeros, and return K's codec, which may have learnt.
+    def place(self, k: PromptPlace, v: PromptPlace) -> tuple[Codec, Any]:
+        """Return K's codec, which is going to learn if it has to, and what `run` is told.
 
-        None where what it learnt is no number, and the slots are to be forgotten.
+        All that lives on is made here, before any layer's tokens come.
         """
+
+    def run(self, place: Any, k: Tensor, v: Tensor, q: Tensor | None) -> bool:
+        """Learn, encode and copy; False where what is learnt is no number: nothing is stored."""
 
 
 class StepRunner(ABC):
@@ -379,10 +390,17 @@ class Backend(Protocol):
         """
         return None
 
-    def prompt(self, k: Codec, v: Codec, shape: PromptShape) -> PromptRunner | None:
+    def prompt(
+        self,
+        codecs: tuple[Codec, Codec],
+        sides: tuple[PromptSide, PromptSide],
+        q: Tensor | None,
+        seen: tuple[int, int],
+    ) -> PromptRunner | None:
         """Return what stores first tokens like those at once; None where there is no such thing.
 
-        `k`, `v`: codecs as they are before; `k` may be going to learn.
+        `codecs`: as they are before; that of K may be going to learn, from the queries `q` from the
+        first one of `seen` to the one before the last, where they are given.
         """
         return None
 

@@ -26,7 +26,7 @@ from kvpact.kernels.base import (
     Encoder,
     Operation,
     PromptRunner,
-    PromptShape,
+    PromptSide,
     SlotReader,
     StepRunner,
 )
@@ -101,6 +101,14 @@ class Compute:
         self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
         self.empty, self.prompts = Empty(), Empty()
+        self.layers: dict[str, int] = {}  # of a cache, by spec
+        # Whether a layer's first tokens were the last ones to be stored as those of another layer.
+        self.alike = False
+
+    def end_prompt(self) -> None:
+        """Forget what was made for layers that are alike."""
+        self.prompts.clear()
+        self.alike = False
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -357,10 +365,12 @@ class Plan:
                     break
         return self._new
 
-    def prompt(self, shape: PromptShape) -> PromptRunner | None:
+    def prompt(
+        self, sides: tuple[PromptSide, PromptSide], q: Tensor | None, seen: tuple[int, int]
+    ) -> PromptRunner | None:
         """Return what stores first tokens like those at once, where one backend does it all."""
-        k = self.k if self.k.before is None else self.k.before
-        return self._attend.prompt(k.codec, self.v.codec, shape) if self.alike else None
+        codecs = self.k.codec, self.v.codec
+        return self._attend.prompt(codecs, sides, q, seen) if self.alike else None
 
     def count_prompt(self, encode: int, learn: int) -> None:
         """Count what a runner of `prompt` did."""

@@ -16,15 +16,18 @@ Segment = dict[str, Tensor]
 """Storage of consecutive tokens by field name: `[B, H, units, …]` each."""
 
 
+Table = np.ndarray[Any, Any]
+"""The address of each field's first row and head in each segment, `[fields, segments]` int64."""
+
+
 class Where(NamedTuple):
     """Where a field of the slots lies in the memory of its device.
 
-    - `table`, `field`: `[fields, segments]` int64, and the field's row: the address of each
-      segment's first row and head.
+    - `table`, `field`: of all fields, and the row of this one.
     - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
     """
 
-    table: np.ndarray[Any, Any]
+    table: Table
     field: int
     row: int
     head: int

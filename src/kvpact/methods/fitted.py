@@ -9,7 +9,8 @@ on how many came first.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import torch
@@ -41,6 +42,50 @@ class Calibrating(NamedTuple):
     sinks: int = 4
 
 
+class Part(NamedTuple):
+    """Where a tensor of a state lies among the numbers of all, and what it is."""
+
+    start: int
+    count: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StateInOne(Mapping[str, Tensor]):
+    """A state in one tensor of 16-bit numbers; its parts are made when they are asked for.
+
+    Objects that live on between what a model computes keep memory that is freed around them.
+    """
+
+    __slots__ = ("_memory", "_parts")
+
+    def __init__(self, memory: Tensor, parts: Mapping[str, Part]) -> None:
+        self._memory, self._parts = memory, parts
+
+    @staticmethod
+    def parts(fields: Mapping[str, tuple[int, torch.dtype]], heads: int) -> dict[str, Part]:
+        """Return where the fields of a state lie, `[heads, width]` each, one behind the other."""
+        ends = accumulate((heads * width for width, _ in fields.values()), initial=0)
+        return {
+            name: Part(start, heads * width, (heads, width), dtype)
+            for start, (name, (width, dtype)) in zip(ends, fields.items(), strict=False)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        start, count, shape, dtype = self._parts[name]
+        return self._memory[start : start + count].view(dtype).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def held_parts(self) -> tuple[Tensor]:
+        """Return what takes memory (see `kvpact.testing.held_tensors`)."""
+        return (self._memory,)
+
+
 class FittedCodec(Codec):
     """A codec with a learnt state, frozen once it is there.
 
@@ -52,7 +97,7 @@ class FittedCodec(Codec):
 
     def __init__(self, dim: int) -> None:
         self._dim = dim
-        self._state: dict[str, Tensor] = {}
+        self._state: Mapping[str, Tensor] = {}
 
     @property
     def fitted(self) -> bool:
@@ -132,7 +177,7 @@ class FittedCodec(Codec):
         return other
 
     def _set(self, state: Mapping[str, Tensor]) -> None:
-        self._state = dict(state)
+        self._state = state if isinstance(state, StateInOne) else dict(state)
 
     def _check(self, good: bool, what: str) -> None:
         if not good:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ class TreatedKeys(Codec):
     # No base is farther than nothing, weights have a mean square of 1, deviations are at least 1:
     # so a scale is at most the largest number, but for rounding.
     max_abs = LARGEST_TOKEN
-    _state: dict[str, Tensor]
+    _state: Mapping[str, Tensor]
 
     def __init__(
         self,

@@ -177,14 +177,35 @@ typedef struct {
     uint16_t *weight;            // [H, D] fp16; NULL: the first key alone is learnt
     int16_t *order;              // [H, D]
     uint16_t *deviation;         // [H, blocks] fp16
-    kvp_trellis *known;          // or NULL: its weight, order, deviation and first get the same, as kernels read them
+    kvp_trellis *known;          // its weight, order, deviation and first get the same, as kernels read them
     int64_t threads;
 } kvp_learn_args;
 
-// The first tokens of a layer: what K learns from them, then K and V into slots.
+// The first tokens of a layer: what K learns from them, then K and V into slots. What layers have in common is a
+// plan: of fields of slots the number in the table, from 1 on, stands in the place of the address, and of what is
+// learnt any number but 0.
 typedef struct {
     kvp_learn_args learn;        // no tokens: nothing is learnt
     kvp_encode_args k, v;
+    int64_t k_segments, v_segments;
+    int64_t tokens;              // of the prompt
+    int64_t k_tail, v_tail;      // the first token of the tail
+    int64_t k_sinks, v_sinks;    // how many are copied
+} kvp_prompt_plan;
+
+typedef struct {
+    const kvp_prompt_plan *plan;
+    kvp_exact k, v, q;
+    const char *const *k_table;  // [fields][segments]
+    const char *const *v_table;
+    uint16_t *state;             // what is learnt: first, weight, order, deviation, one behind the other
+    float *numbers;              // the same as kernels read it: weight, first, order, deviation
+    kvp_trellis *known;          // gets all of the plan's, and where these numbers are
+    char *k_tail;                // [B, H, tokens of the tail, D]
+    char *v_tail;
+    char *k_sinks;               // [B, H, sinks, D]
+    char *v_sinks;
+    int64_t threads;
 } kvp_prompt_args;
 
 // Packed tokens of one stream, and where their numbers go.
@@ -268,7 +289,7 @@ KVP_EXPORT int64_t kvp_scratch(int64_t *all);
 // While there are holders, glibc's malloc asks the system for every block from 128 KiB on, and gives it back
 // at once; without, from 32 MiB on. Returns how many there are.
 KVP_EXPORT int64_t kvp_heap_hold(int change);
-// Gives the system back what is free in glibc's heap. Returns whether anything was.
+// Gives the system back what is free in glibc's heap, and at the end of the caller's. Returns whether anything was.
 KVP_EXPORT int kvp_heap_trim(void);
 // Lets calls run on OpenMP's threads, by GOMP_parallel, or by __kmpc_fork_call, __kmpc_global_thread_num and
 // __kmpc_push_num_threads; with NULL for both on threads of its own. Returns whether OpenMP is used.
@@ -286,13 +307,12 @@ KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int laten
 KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
 // Encodes `count` streams. Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_encode(int level, const kvp_encode_args *args, int64_t count);
-// Learns and encodes, on the threads of `k`. Returns what kvp_learn and kvp_encode do.
+// Learns and encodes. Level as in kvp_attend. Returns 0, what kvp_encode returns, or 4 where what was learnt is no
+// number in fp16, or a weight is zero; then nothing is encoded.
 KVP_EXPORT int kvp_prompt(int level, const kvp_prompt_args *args);
-// Level as in kvp_attend. Returns 0, or 4 where what was learnt is no number in fp16, or a weight is zero.
-KVP_EXPORT int kvp_learn(int level, const kvp_learn_args *args);
 // The largest magnitude in x ([B, H, T, D]); NaN or infinity where one number is.
 KVP_EXPORT float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads,
-                               int64_t tokens, int64_t dim);
+                               int64_t tokens, int64_t dim, int64_t threads);
 // Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_decode(int level, const kvp_decode_args *args);
 // Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).

@@ -14,7 +14,7 @@ from kvpact.kernels.base import (
     Backend,
     Encoder,
     Operation,
-    PromptShape,
+    PromptSide,
     SlotReader,
     check_out,
 )
@@ -86,9 +86,16 @@ class CpuBackend(Backend):
         """Return what carries out steps like a call, each in one native call."""
         return CpuStep(library(), call) if covers(call) else None
 
-    def prompt(self, k: Codec, v: Codec, shape: PromptShape) -> CpuPrompt | None:
+    def prompt(
+        self,
+        codecs: tuple[Codec, Codec],
+        sides: tuple[PromptSide, PromptSide],
+        q: Tensor | None,
+        seen: tuple[int, int],
+    ) -> CpuPrompt | None:
         """Return what stores first tokens in one native call."""
-        return CpuPrompt(library(), k, v, shape) if covers_prompt(k, v, shape) else None
+        known = covers_prompt(codecs, sides, q)
+        return CpuPrompt(library(), codecs, sides, q, seen) if known else None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""

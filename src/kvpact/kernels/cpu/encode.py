@@ -60,10 +60,10 @@ class CodecEncoder(CodecArguments):
 def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:
     """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is."""
     found, bit, call = [], library.bit, library.magnitude
-    alive: list[Tensor] = []
+    alive, threads = list[Tensor](), torch.get_num_threads()
     for x in tensors:
         exact = structs.ExactStruct(*exact_tokens(x, alive))
-        found.append(call(bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape))
+        found.append(call(bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape, threads))
     return found
 
 

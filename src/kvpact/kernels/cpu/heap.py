@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -92,14 +92,17 @@ class Hold:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
         return ()
 
-    def begin(self, tokens: int, size: int = 0) -> None:
-        """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it."""
+    def begin(self, tokens: int, size: int = 0, hold: bool = True) -> None:
+        """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
+
+        Without `hold` malloc is told nothing: what is free at the end is given back all the same.
+        """
         if tokens <= FEW:
             if self.active:
                 self.end()
         elif (native := _native()) is not None:
             self._large, self.active = self._large or size >= LARGE, True
-            while self._idle:
+            while hold and self._idle:
                 with suppress(IndexError):
                     self._idle.pop()
                     native.heap_hold(1)
@@ -107,7 +110,7 @@ class Hold:
 
     def until(self, tensor: Tensor | None) -> None:
         """Let it end with a tensor that lives as long as the model's forward pass."""
-        if not self._on or tensor is None or (self._end is not None and self._end() is tensor):
+        if not self.active or tensor is None or (self._end is not None and self._end() is tensor):
             return
         me = ref(self)
 
@@ -121,16 +124,17 @@ class Hold:
     def stored(self, last: bool) -> None:
         """Say that a layer's tokens are stored; `last`: no other layer follows."""
         if last and self._on and (self._end is None or self._end() is None):
-            self._release()
+            self.release()
 
     def end(self) -> None:
         """Let malloc do as before; behind a large call, give back what is free by now."""
-        self._release()
+        self.release()
         large, self._large, self._end, self.active = self._large, False, None, False
         if large and (native := _native()) is not None:
             native.heap_trim()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let malloc do as before; what is free is given back at the end."""
         if self._on and (native := _native()) is not None:
             with suppress(IndexError):
                 self._on.pop()
@@ -138,15 +142,20 @@ class Hold:
                 self._idle.append(True)
 
     def __del__(self) -> None:
-        self._release()
+        self.release()
 
 
 @contextmanager
-def giving_back() -> Iterator[None]:
-    """Give back what a call took in between that makes copies of a cache's size."""
+def apart(size: int = 0) -> Iterator[None]:
+    """Let large blocks come from the system, not from what activations left free."""
     hold = Hold()
-    hold.begin(FEW + 1, LARGE)
+    hold.begin(FEW + 1, size)
     try:
         yield
     finally:
         hold.end()
+
+
+def giving_back() -> AbstractContextManager[None]:
+    """Give back what a call took in between that makes copies of a cache's size."""
+    return apart(LARGE)

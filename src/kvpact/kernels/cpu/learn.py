@@ -11,13 +11,15 @@ from kvpact.errors import KernelError
 from kvpact.kernels.cpu.encode import CodecEncoder
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat, exact_tokens
-from kvpact.kernels.cpu.structs import LearnArgs
+from kvpact.kernels.cpu.structs import PROMPT, PromptPlan
 from kvpact.kernels.cpu.trellis import TrellisArguments
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
+from kvpact.methods.fitted import StateInOne
 from kvpact.methods.trellis_learning import TrellisKeyCodec
 
-NO_NUMBER = 4
+_NO_NUMBER = 4
+_NOTHING = (0,) * 4
 
 
 def reason(codec: Codec) -> str:
@@ -35,48 +37,50 @@ def new_state(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Learning:
-    """What stays from one layer to the next that learns: a `kvp_learn_args` but for addresses.
+    """What is told of a codec that has not learnt, whoever's tokens it learns from.
 
-    `codec`: that has not learnt yet; `batch`, `heads`, `tokens`: of what it learns from.
+    `x`: `[B, H, T, D]`, tokens like those.
     """
 
-    def __init__(
-        self, codec: TrellisKeyCodec, batch: int, heads: int, tokens: int, sinks: int
-    ) -> None:
-        self.codec, self.args = codec, LearnArgs()
-        args, self._encoder = self.args, CodecEncoder.of(codec)
-        fields, self._heads = codec.state_fields(), heads
-        args.dim = self._encoder.dim
-        args.batch, args.heads, args.tokens, args.sinks = batch, heads, tokens, sinks
+    def __init__(self, codec: TrellisKeyCodec, args: ctypes.Structure, x: Tensor) -> None:
+        self._codec, self._encoder = codec, CodecEncoder.of(codec)
+        args.batch, heads, args.tokens, args.dim = x.shape
+        args.heads, args.dtype = heads, DTYPES[x.dtype]
         args.trellis = self._encoder.args.trellis
         args.weighted, args.sorted = codec.weighted, codec.sorted
-        shapes = {name: heads * width for name, (width, _) in fields.items()}
-        self._parts = [(x, sum(list(shapes.values())[:i]), fields[x]) for i, x in enumerate(shapes)]
-        self._numbers = sum(shapes.values())
-
-    def room(self, args: ctypes.Structure) -> tuple[dict[str, Tensor], TrellisArguments]:
-        """Return memory for what is learnt, not written yet, which `args` are told of.
-
-        It is one tensor: each that lives on costs more than it holds.
-        """
-        whole = new_state(self._numbers, torch.float16)
-        address, found = whole.data_ptr(), {}
-        for name, start, (width, dtype) in self._parts:
-            part = whole[start : start + self._heads * width]
-            found[name] = part.view(dtype).view(self._heads, width)
-            setattr(args, name, address + start * whole.itemsize)
-        arguments = self._encoder.trellis.to_learn(
-            found, self._heads, self._encoder.dim, new_state
+        fields = codec.state_fields()
+        for name in fields:
+            setattr(args, name, 1)
+        self._parts = StateInOne.parts(fields, heads)
+        self._sizes = (
+            sum(x.count for x in self._parts.values()),
+            self._encoder.trellis.numbers(fields, heads, args.dim),
         )
-        args.known = arguments.address
-        return found, arguments
 
-    def learnt(self, state: dict[str, Tensor], arguments: TrellisArguments) -> TrellisKeyCodec:
+    def room(self) -> tuple[Tensor, Tensor, TrellisArguments]:
+        """Return memory for what is learnt, and as kernels read it, and what is told of that."""
+        state, numbers = (
+            new_state(self._sizes[0], torch.float16),
+            new_state(self._sizes[1], torch.float32),
+        )
+        return state, numbers, self._encoder.trellis.to_learn(numbers)
+
+    def learnt(self, state: Tensor, arguments: TrellisArguments) -> TrellisKeyCodec:
         """Return the codec that learnt."""
-        codec = self.codec.with_state(state)
-        for before in (self._encoder, SlotFormat.of(self.codec)):
+        codec = self._codec.with_state(StateInOne(state, self._parts))
+        for before in (self._encoder, SlotFormat.of(self._codec)):
             before.after(codec, arguments)
         return codec
+
+
+def carry_out(library: NativeLibrary, call: bytes) -> bool:
+    """Learn and encode; False where what is learnt is no number, and nothing is encoded."""
+    status = library.prompt(library.bit, call)
+    if status == 3:
+        raise MemoryError("no memory for the scratch space of a prompt")
+    if status not in (0, _NO_NUMBER):
+        raise KernelError(f"the native kernel refused first tokens ({status}); nothing is stored")
+    return bool(status == 0)
 
 
 def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> Codec:
@@ -86,21 +90,20 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     """
     if not isinstance(codec, TrellisKeyCodec):
         return codec
-    batch, heads, tokens, dim = x.shape
-    learning, alive = Learning(codec, batch, heads, tokens, context.sinks), list[Tensor]()
-    args, energy, padding = learning.args, context.query_energy, context.padding
-    args.x, args.dtype = exact_tokens(x, alive), DTYPES[x.dtype]
+    plan, alive = PromptPlan(), list[Tensor]()
+    learning, args = Learning(codec, plan.learn, x), plan.learn
+    energy, padding = context.query_energy, context.padding
+    args.sinks = context.sinks
     if padding is not None:
-        padding = padding.to("cpu", torch.int64).expand(batch).contiguous()
+        padding = padding.to("cpu", torch.int64).expand(args.batch).contiguous()
         args.padding = padding.data_ptr()
     if energy is not None:
-        energy = energy.to("cpu", torch.float32).expand(heads, dim).contiguous()
+        energy = energy.to("cpu", torch.float32).expand(args.heads, args.dim).contiguous()
         args.query_energy = energy.data_ptr()
-    args.threads = torch.get_num_threads()
-    room = learning.room(args)
-    status = library.learn(library.bit, ctypes.byref(args))
-    if status == NO_NUMBER:
+    state, numbers, arguments = learning.room()
+    room = state.data_ptr(), numbers.data_ptr(), arguments.address
+    tokens = *exact_tokens(x, alive), *_NOTHING, *_NOTHING
+    call = ctypes.addressof(plan), *tokens, 0, 0, *room, *_NOTHING, torch.get_num_threads()
+    if not carry_out(library, PROMPT.pack(*call)):
         return codec.learn(x.to(torch.float32), context)
-    if status:
-        raise KernelError(f"the native kernel that learns refused its arguments ({status})")
-    return learning.learnt(*room)
+    return learning.learnt(state, arguments)

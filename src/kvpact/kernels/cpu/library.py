@@ -38,8 +38,7 @@ class NativeLibrary:
             function.restype, function.argtypes = result, arguments
         self.attend, self.attend_rows = loaded.kvp_attend, loaded.kvp_attend_rows
         self.encode, self.decode = loaded.kvp_encode, loaded.kvp_decode
-        self.learn, self.step = loaded.kvp_learn, loaded.kvp_step
-        self.prompt = loaded.kvp_prompt
+        self.prompt, self.step = loaded.kvp_prompt, loaded.kvp_step
         self.magnitude, self.scan, self.gather = (
             loaded.kvp_magnitude,
             loaded.kvp_scan,
@@ -111,6 +110,14 @@ def _load() -> NativeLibrary | str:
         return NativeLibrary(path, levels)
     except AttributeError:  # built from older sources: a function is not there yet
         return f"{path.name} is of another version of kvpact; install kvpact again"
+
+
+def native_threads() -> str:
+    """Return on whose threads native calls run."""
+    found = _load()
+    if isinstance(found, str):
+        return "no native calls"
+    return "native calls on torch's OpenMP" if found.openmp else "native calls on kvpact's own"
 
 
 def library() -> NativeLibrary:

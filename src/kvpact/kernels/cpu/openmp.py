@@ -2,12 +2,14 @@
 
 After each of its parallel regions torch's threads wait for the next one on the cores, for some
 milliseconds. Threads of kvpact's own would have to take the cores from them, so its calls are
-regions of the same library. Where there is none, and in a child of fork, kvpact has its own.
+regions of the same library. Where there is none, where its threads sleep between their regions
+(``OMP_WAIT_POLICY=passive``), and in a child of fork, kvpact has its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +21,8 @@ _LLVM = "__kmpc_fork_call", "__kmpc_global_thread_num", "__kmpc_push_num_threads
 
 def entries() -> tuple[int, int, int, int]:
     """Return the addresses that `kvp_openmp` takes; of OpenMP's two kinds one, or none."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return 0, 0, 0, 0
     linked = Path(torch.__file__).parent / "lib" / _LINKED.get(sys.platform, "libtorch_cpu.so")
     # As torch's own calls are resolved: what the whole process sees comes first.
     places = [] if sys.platform == "win32" else [None]

@@ -1,7 +1,7 @@
-"""First tokens of a layer in one native call: what K learns of them, and the slots of K and V.
+"""First tokens of a layer in one native call: what K learns of them, slots, tails and sinks.
 
-It stands for the calls that define it: `learn`, and the encoders' `write`. What depends on shapes
-and codecs alone is made once for all layers that are alike.
+It stands for the calls that define it: `learn`, the encoders' `write`, and copies. What depends on
+shapes and codecs alone is made once for all layers that are alike.
 """
 
 from __future__ import annotations
@@ -11,88 +11,94 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvpact.errors import KernelError
-from kvpact.kernels.base import PromptShape
+from kvpact.kernels.base import PromptPlace, PromptSide
 from kvpact.kernels.cpu.encode import CodecEncoder
-from kvpact.kernels.cpu.learn import NO_NUMBER, Learning, reason
+from kvpact.kernels.cpu.learn import Learning, carry_out, reason
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, exact_tokens
-from kvpact.kernels.cpu.structs import EncodeArgs, PromptArgs
-from kvpact.kernels.sources import SegmentSource
+from kvpact.kernels.cpu.structs import PROMPT, PromptPlan
 from kvpact.kernels.torch.slots import copies
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TrellisKeyCodec
 
+_NOTHING = (0,) * 4
+_Place = tuple[tuple[int, ...], tuple[int, ...]]
+"""What stands in front of the threads in a call, but for the tokens."""
 
-def covers(k: Codec, v: Codec, shape: PromptShape) -> bool:
+
+def covers(codecs: tuple[Codec, Codec], sides: tuple[PromptSide, ...], q: Tensor | None) -> bool:
     """Whether one native call stores such first tokens."""
-    if shape.k.dtype not in DTYPES or shape.k.dtype != shape.v.dtype or reason(k):
+    dtype = sides[0].x.dtype
+    if dtype not in DTYPES or dtype != sides[1].x.dtype or reason(codecs[0]):
         return False
-    for codec, sinks in zip((k, v), shape.sinks, strict=True):
+    for codec, side in zip(codecs, sides, strict=True):
         encoder = CodecEncoder.of(codec)
-        if copies(codec) or encoder.reason or (sinks and encoder.args.signs):
+        if copies(codec) or encoder.reason or (side.apart and encoder.args.signs):
             return False
-    return shape.q is None or shape.q.dtype == shape.k.dtype
+    return q is None or q.dtype == dtype
 
 
 class CpuPrompt:
-    """What stays from one layer to the next; see `PromptRunner`."""
+    """What stays from one layer to the next; see `PromptRunner`, and `Backend.prompt`."""
 
-    def __init__(self, library: NativeLibrary, k: Codec, v: Codec, shape: PromptShape) -> None:
-        self._library, self._codec, self._alive = library, k, (k, v)
-        self._learning: Learning | None = None
-        args = self._args = PromptArgs()
-        self._fields = _fill(args.k, k, 0, shape), _fill(args.v, v, 1, shape)
-        if not k.ready and shape.packed[0]:
-            assert isinstance(k, TrellisKeyCodec)
-            batch, heads = shape.k.shape[:2]
-            self._learning = Learning(k, batch, heads, k.learns_from, shape.sinks[0])
-            args.learn = self._learning.args
-            args.learn.dtype = DTYPES[shape.k.dtype]
-            self._first, last = shape.seen
-            if shape.q is not None:
-                args.learn.q_heads, args.learn.q_tokens = shape.q.shape[1], last - self._first
-
-    def run(
-        self, k: Tensor, v: Tensor, q: Tensor | None, sources: tuple[SegmentSource, SegmentSource]
-    ) -> Codec | None:
-        """Learn and write."""
-        args, alive = PromptArgs.from_buffer_copy(self._args), list[Tensor]()
-        sides = zip((args.k, args.v), (k, v), sources, self._fields, strict=True)
-        for side, x, source, fields in sides:
-            side.x = exact_tokens(x, alive)
-            if side.tokens and (where := source.where(fields[0][0])) is not None:
-                table = where.address
-                for name, behind in fields:
-                    getattr(side, name).base = table + behind
-        args.learn.threads = args.k.threads = torch.get_num_threads()
-        learning, room = self._learning, None
-        if learning is not None:
-            args.learn.x = args.k.x
-            room = learning.room(args.learn)
-            args.k.trellis = args.learn.known
+    def __init__(
+        self,
+        library: NativeLibrary,
+        codecs: tuple[Codec, Codec],
+        sides: tuple[PromptSide, PromptSide],
+        q: Tensor | None,
+        seen: tuple[int, int],
+    ) -> None:
+        self._library, self._codecs, self._learning = library, codecs, None
+        plan, (key, value), codec = PromptPlan(), sides, codecs[0]
+        self._plan, plan.tokens = plan, key.x.shape[2]
+        plan.k_segments, plan.v_segments = (
+            _fill(plan.k, codec, key),
+            _fill(plan.v, codecs[1], value),
+        )
+        plan.k_tail, plan.v_tail = key.start, value.start
+        plan.k_sinks, plan.v_sinks = key.sinks, value.sinks
+        self._first = seen[0]
+        if key.packed and not codec.ready and isinstance(codec, TrellisKeyCodec):
+            self._learning = Learning(codec, plan.learn, key.x[:, :, : codec.learns_from])
+            plan.learn.sinks = key.apart
             if q is not None:
-                args.learn.q = exact_tokens(q[:, :, self._first :], alive)
-        status = self._library.prompt(self._library.bit, ctypes.byref(args))
-        if status == NO_NUMBER:
-            return None
-        if status == 3:
-            raise MemoryError("no memory for the scratch space of a prompt")
-        if status:
-            raise KernelError(f"the native kernel refused the prompt ({status}); nothing is stored")
-        return self._codec if learning is None or room is None else learning.learnt(*room)
+                plan.learn.q_heads, plan.learn.q_tokens = q.shape[1], seen[1] - seen[0]
+        self._address = ctypes.addressof(plan)
+
+    def place(self, k: PromptPlace, v: PromptPlace) -> tuple[Codec, _Place]:
+        """Return K's codec, and addresses."""
+        codec, room = self._codecs[0], (0, 0, 0)
+        if self._learning is not None:
+            state, numbers, arguments = self._learning.room()
+            codec = self._learning.learnt(state, arguments)
+            room = state.data_ptr(), numbers.data_ptr(), arguments.address
+        exact = (k.tail, v.tail, k.sinks, v.sinks)
+        slots = tuple(side.table.__array_interface__["data"][0] for side in (k, v))
+        return codec, (slots, (*room, *(0 if x is None else x.data_ptr() for x in exact)))
+
+    def run(self, place: _Place, k: Tensor, v: Tensor, q: Tensor | None) -> bool:
+        """Learn, encode and copy."""
+        alive, queries = list[Tensor](), _NOTHING
+        if q is not None and self._learning is not None:
+            at, row, head, token = exact_tokens(q, alive)
+            queries = at + self._first * token, row, head, token
+        slots, rest = place
+        exact = *exact_tokens(k, alive), *exact_tokens(v, alive), *queries
+        call = self._address, *exact, *slots, *rest, torch.get_num_threads()
+        return carry_out(self._library, PROMPT.pack(*call))
 
 
-def _fill(
-    args: ctypes.Structure, codec: Codec, side: int, shape: PromptShape
-) -> list[tuple[str, int]]:
-    """Write what stays; return the fields, and how far from the first one each has its table."""
-    encoder, source = CodecEncoder.of(codec), shape.sources[side]
-    made, x = EncodeArgs.from_buffer_copy(encoder.args), (shape.k, shape.v)[side]
-    encoder.place(made, source)
-    made.dtype, made.tokens, made.start = DTYPES[x.dtype], shape.packed[side], 0
-    made.batch, made.heads = x.shape[:2]
-    made.segment_tokens, made.sinks = source.segment_tokens, shape.sinks[side]
-    ctypes.memmove(ctypes.addressof(args), ctypes.addressof(made), ctypes.sizeof(made))
-    tables = [getattr(made, name).base or 0 for name in encoder.fields]
-    return [(name, table - tables[0]) for name, table in zip(encoder.fields, tables, strict=True)]
+def _fill(args: ctypes.Structure, codec: Codec, side: PromptSide) -> int:
+    """Write what stays; return how many segments there are."""
+    encoder, source, segments = CodecEncoder.of(codec), side.source, 0
+    ctypes.memmove(ctypes.addressof(args), ctypes.addressof(encoder.args), ctypes.sizeof(args))
+    for name, field in encoder.fields.items():
+        where = source.where(field.name)
+        assert where is not None
+        setattr(args, name, (where.field + 1, where.row, where.head))
+        segments = where.table.shape[1]
+    args.dtype, args.tokens, args.start = DTYPES[side.x.dtype], side.packed, 0
+    args.batch, args.heads = side.x.shape[:2]
+    args.segment_tokens, args.sinks = source.segment_tokens, side.apart
+    return segments

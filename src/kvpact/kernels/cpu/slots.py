@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from ctypes import Structure
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
@@ -84,7 +83,8 @@ class CodecArguments:
 
     def after(self, codec: Codec, arguments: trellis.TrellisArguments) -> None:
         """Know a codec of trellises that has learnt, from the one before."""
-        other = self.made[codec] = copy(self)
+        other = self.made[codec] = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other.args, other.learnt = type(self.args).from_buffer_copy(self.args), True
         other.trellis, other.args.trellis = arguments, arguments.address
 

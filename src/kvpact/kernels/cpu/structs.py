@@ -57,11 +57,11 @@ for _body, _name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", _HEADER):
 
 FieldStruct, ExactStruct, Block = (_TYPES[f"kvp_{name}"] for name in ("field", "exact", "block"))
 TrellisStruct, StreamStruct = _TYPES["kvp_trellis"], _TYPES["kvp_stream"]
-AttendArgs, EncodeArgs, LearnArgs, DecodeArgs, StepArgs = (
-    _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "learn", "decode", "step")
+AttendArgs, EncodeArgs, PromptArgs, DecodeArgs, StepArgs = (
+    _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "prompt", "decode", "step")
 )
 ScanArgs, GatherArgs = _TYPES["kvp_scan_args"], _TYPES["kvp_gather_args"]
-PromptArgs = _TYPES["kvp_prompt_args"]
+PromptPlan = _TYPES["kvp_prompt_plan"]
 StepStruct, Append = _TYPES["kvp_step_plan"], _TYPES["kvp_append"]
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
@@ -96,6 +96,8 @@ CALL = struct.Struct("@" + 2 * _STREAM + _codes(AttendArgs, "batch"))
 
 STEP = struct.Struct("@" + _codes(StepArgs))
 """`StepArgs` in one piece."""
+PROMPT = struct.Struct("@" + _codes(PromptArgs))
+"""`PromptArgs` in one piece."""
 
 assert CALL.size == sizeof(AttendArgs), "padding inside of AttendArgs"
 assert STEP.size == sizeof(StepArgs), "padding inside of StepArgs"

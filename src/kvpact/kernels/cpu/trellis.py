@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from functools import lru_cache
 
 import torch
@@ -73,29 +73,21 @@ class TrellisArguments:
             self._alive += tensors
         self._set(state)
 
-    def to_learn(
-        self,
-        names: Container[str],
-        heads: int,
-        width: int,
-        new: Callable[[int, torch.dtype], Tensor],
-    ) -> TrellisArguments:
-        """Return the arguments of a codec that is going to learn, for the kernel to fill.
+    def to_learn(self, room: Tensor) -> TrellisArguments:
+        """Return the arguments of a codec that is going to learn, which the kernel writes.
 
-        `new`: makes memory.
+        `room`: memory for what it learns, as kernels read it.
         """
         other = object.__new__(TrellisArguments)
-        other._args = args = structs.TrellisStruct.from_buffer_copy(self._args)
-        counts = {name: heads * width for name in _LEARNT if name in names}
-        if "deviation" in counts:
-            counts["deviation"] = heads * _MOST_BLOCKS
-        whole = new(sum(counts.values()), torch.float32)
-        address = whole.data_ptr()
-        for name, count in counts.items():
-            setattr(args, name, address)
-            address += count * whole.itemsize
-        other._alive, other.address = [*self._alive, whole], ctypes.addressof(args)
+        other._args, other._alive = structs.TrellisStruct(), [*self._alive, room]
+        other.address = ctypes.addressof(other._args)
         return other
+
+    @staticmethod
+    def numbers(names: Container[str], heads: int, width: int) -> int:
+        """Return how many numbers that memory is of."""
+        found = sum(heads * width for name in _LEARNT if name in names and name != "deviation")
+        return found + heads * _MOST_BLOCKS * ("deviation" in names)
 
     def _set(self, state: Mapping[str, Tensor]) -> None:
         """Copy what was learnt into one tensor, since each that lives on costs more than it has."""

@@ -10,10 +10,9 @@
 namespace {
 
 #if defined(__GLIBC__)
-// glibc begins with `low`, and raises it to the largest block that was freed, `high` at most; once told,
-// it raises it no more. Of what is free at the end of each thread's heap it keeps twice as much by itself,
-// which with many threads is more than all their caches.
-const int low = 128 << 10, high = 32 << 20, kept = 8 << 20;
+// glibc begins with `low`, and raises it to the largest block that was freed, `high` at most, and to twice that what
+// it keeps free at the end of each thread's heap; once told, it raises neither any more.
+const int low = 128 << 10, high = 32 << 20, kept = 2 * high;
 #endif
 std::mutex lock;
 int64_t holders = 0;
@@ -35,6 +34,15 @@ int64_t kvp_heap_hold(int change) {
 
 int kvp_heap_trim(void) {
 #if defined(__GLIBC__)
+    // malloc_trim leaves the ends of threads' heaps as they are. That of the calling thread goes with the next block
+    // that is freed, of 64 KiB or more, if it is longer than glibc is told to keep.
+    std::lock_guard<std::mutex> guard(lock);
+    if (mallopt(M_TRIM_THRESHOLD, low)) {
+        void *volatile block = malloc(low / 2 + low / 4);
+        free(block);
+        mallopt(M_TRIM_THRESHOLD, kept);
+        if (!holders) mallopt(M_MMAP_THRESHOLD, high);
+    }
     return malloc_trim(0);
 #else
     return 0;

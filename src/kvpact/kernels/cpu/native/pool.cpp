@@ -16,6 +16,7 @@ namespace {
 // Rounds follow each other closely in a decode step, and waking a thread takes longer than a short
 // round: who waits looks for a few microseconds, then for some more in which it gives way to any
 // other thread, and sleeps after that.
+constexpr int64_t SMALL_WORK = 1 << 16, AWAKE_WORK = 1 << 13; // numbers
 constexpr int LOOKS = 400, YIELDS = 200, LAST_LOOKS = 2000;
 
 void rest() {
@@ -166,4 +167,9 @@ bool kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context) 
     }
     round.take();
     return !round.failed;
+}
+
+int64_t kvp_threads(int64_t threads, int64_t numbers) {
+    const bool awake = openmp.gomp.load() || openmp.fork.load();
+    return numbers < (awake ? AWAKE_WORK : SMALL_WORK) ? 1 : threads;
 }

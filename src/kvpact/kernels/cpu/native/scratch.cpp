@@ -3,20 +3,30 @@
 #include <atomic>
 #if defined(_WIN32)
 #include <malloc.h>
-#endif
-#include <stdlib.h>
 #include <string.h>
+#else
+#include <sys/mman.h>
+#endif
 
 #include "abi.h"
 
 namespace {
 
 #if defined(_WIN32)
-void *pages(size_t bytes) { return _aligned_malloc(bytes, 4096); }
-void release(void *data) { _aligned_free(data); }
+void *pages(size_t bytes) {
+    void *data = _aligned_malloc(bytes, 4096);
+    return data ? memset(data, 0, bytes) : nullptr;
+}
+void release(void *data, size_t) { _aligned_free(data); }
 #else
-void *pages(size_t bytes) { return aligned_alloc(4096, bytes); }
-void release(void *data) { free(data); }
+// Not from malloc: a thread's heap stays when the thread has ended, and with it what was the thread's.
+void *pages(size_t bytes) {
+    void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return data == MAP_FAILED ? nullptr : data;
+}
+void release(void *data, size_t bytes) {
+    if (data) munmap(data, bytes);
+}
 #endif
 
 std::atomic<int64_t> all{0};
@@ -30,19 +40,18 @@ void count(int64_t bytes) {
 } // namespace
 
 Scratch::~Scratch() {
-    release(data);
+    release(data, size);
     count(-(int64_t)size);
 }
 
 void *Scratch::get(size_t bytes) {
     if (bytes <= size) return data;
-    release(data);
+    release(data, size);
     count(-(int64_t)size);
     size = 0;
     bytes = (bytes + 4095) / 4096 * 4096;
     data = pages(bytes);
     if (!data) return nullptr;
-    memset(data, 0, bytes);
     size = bytes;
     count((int64_t)size);
     return data;

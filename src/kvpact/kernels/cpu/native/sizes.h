@@ -17,5 +17,3 @@ static constexpr int channel_groups(int dim, int channels) { return (dim + chann
 static constexpr int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 // Tokens of one task where each token is worked on by itself.
 constexpr int64_t PART = 128;
-// Numbers to encode or to decode that are not worth a second thread.
-constexpr int64_t SMALL_WORK = 1 << 16;

@@ -41,6 +41,5 @@ int kvp_decode(int level, const kvp_decode_args *args) {
     const int64_t pairs = a.batch * a.heads, tokens = a.last - a.first;
     if (tokens < 1 || pairs < 1) return 0;
     Call call{args, table, (a.last - 1) / PART - a.first / PART + 1};
-    const int64_t threads = pairs * tokens * a.slots.dim < SMALL_WORK ? 1 : a.threads;
-    return kvp_parallel(threads, pairs * call.parts, run_task, &call) ? 0 : 3;
+    return kvp_parallel(kvp_threads(a.threads, pairs * tokens * a.slots.dim), pairs * call.parts, run_task, &call) ? 0 : 3;
 }

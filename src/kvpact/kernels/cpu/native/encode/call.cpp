@@ -1,4 +1,6 @@
-// kvp_encode, kvp_learn and kvp_magnitude: which calls are covered, and their tasks.
+// kvp_encode, kvp_prompt and kvp_magnitude: which calls are covered, and their tasks.
+#include <atomic>
+#include <initializer_list>
 #include <math.h>
 #include <string.h>
 
@@ -103,20 +105,49 @@ bool good(const uint16_t *numbers, int64_t count, bool zero) {
     return true;
 }
 
-} // namespace
-
-int kvp_learn(int level, const kvp_learn_args *args) {
-    const Table *table = table_of(level);
-    if (!table) return 1;
-    const kvp_learn_args &a = *args;
+int learn(const Table &table, const kvp_learn_args &a) {
     if (!covered(a)) return 2;
-    Learning call{args, table};
-    const int64_t threads = a.batch * a.heads * a.tokens * a.dim < SMALL_WORK ? 1 : a.threads;
+    Learning call{&a, &table};
+    const int64_t threads = kvp_threads(a.threads, a.batch * a.heads * a.tokens * a.dim);
     if (!kvp_parallel(threads, a.heads, learn_task, &call)) return 3;
     if (a.first && !good(a.first, a.heads * a.dim, true)) return 4;
     if (!a.weight) return 0;
     return good(a.weight, a.heads * a.dim, false) && good(a.deviation, a.heads * a.trellis->blocks, false) ? 0 : 4;
 }
+
+constexpr int64_t PIECE = 1 << 14; // numbers of a task that reads them once
+
+// Lines of `dim` numbers without gaps, and the largest magnitude in them, as bits.
+struct Reach {
+    const Table *table;
+    const kvp_exact &x;
+    int32_t dtype;
+    int64_t heads, tokens, dim, count, lines = 1;
+    std::atomic<uint32_t> most{0};
+};
+bool reach_task(void *context, int64_t index) {
+    Reach &r = *(Reach *)context;
+    const int64_t pieces = (r.dim + PIECE - 1) / PIECE, first = index / pieces * r.lines, from = index % pieces * PIECE;
+    const int64_t numbers = r.dim - from < PIECE ? r.dim - from : PIECE;
+    uint32_t most = 0;
+    for (int64_t i = first; i < first + r.lines && i < r.count; i++) {
+        const char *line = r.x.data + i / (r.heads * r.tokens) * r.x.row + i / r.tokens % r.heads * r.x.head + i % r.tokens * r.x.token;
+        const uint32_t found = r.table->largest(line + from * (r.dtype == KVP_F32 ? 4 : 2), numbers, r.dtype);
+        if (found > most) most = found;
+    }
+    for (uint32_t known = r.most; most > known && !r.most.compare_exchange_weak(known, most);) {}
+    return true;
+}
+
+// Copies tokens of K or V, which have no gaps there.
+void copy_tokens(char *to, const kvp_encode_args &a, int64_t first, int64_t count) {
+    const size_t bytes = (size_t)a.dim * (a.dtype == KVP_F32 ? 4 : 2);
+    for (int64_t pair = 0; pair < a.batch * a.heads && count > 0; pair++)
+        for (int64_t t = first; t < first + count; t++, to += bytes)
+            memcpy(to, a.x.data + pair / a.heads * a.x.row + pair % a.heads * a.x.head + t * a.x.token, bytes);
+}
+
+} // namespace
 
 int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
     const Table *table = table_of(level);
@@ -129,19 +160,68 @@ int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
         numbers += args[i].batch * args[i].heads * args[i].tokens * args[i].dim;
     }
     Call call{args, table};
-    return kvp_parallel(numbers < SMALL_WORK ? 1 : args->threads, tasks, run_task, &call) ? 0 : 3;
+    return kvp_parallel(kvp_threads(args->threads, numbers), tasks, run_task, &call) ? 0 : 3;
 }
 
 int kvp_prompt(int level, const kvp_prompt_args *args) {
-    const int status = args->learn.tokens ? kvp_learn(level, &args->learn) : 0;
-    return status ? status : kvp_encode(level, &args->k, 2);
+    const kvp_prompt_plan *plan = args->plan;
+    const Table *table = table_of(level);
+    if (!table) return 1;
+    kvp_encode_args sides[2] = {plan->k, plan->v};
+    sides[0].x = args->k;
+    sides[1].x = args->v;
+    for (int i = 0; i < 2; i++) {
+        kvp_encode_args &a = sides[i];
+        const char *const *fields = i ? args->v_table : args->k_table;
+        const int64_t segments = i ? plan->v_segments : plan->k_segments;
+        for (kvp_field *field : {&a.codes, &a.scale, &a.zero, &a.mean, &a.balance, &a.base, &a.step})
+            if (field->base) field->base = fields + ((intptr_t)field->base - 1) * segments;
+        a.threads = args->threads;
+    }
+    if (plan->learn.tokens) {
+        kvp_learn_args a = plan->learn;
+        kvp_trellis &known = *args->known;
+        a.x = args->k;
+        a.q = args->q;
+        a.threads = args->threads;
+        known = *a.trellis;
+        const int64_t count = a.heads * a.dim;
+        uint16_t *to = args->state;
+        float *number = args->numbers;
+        if (a.weight) {
+            known.weight = number;
+            number += count;
+        }
+        if (a.first) {
+            a.first = to;
+            known.first = number;
+            to += count;
+            number += count;
+        }
+        if (a.weight) {
+            a.weight = to;
+            a.order = (int16_t *)(to + count);
+            a.deviation = to + 2 * count;
+            known.order = (int32_t *)number;
+            known.deviation = number + count;
+        }
+        a.known = &known;
+        sides[0].trellis = &known;
+        const int status = learn(*table, a);
+        if (status) return status;
+    }
+    copy_tokens(args->k_tail, sides[0], plan->k_tail, plan->tokens - plan->k_tail);
+    copy_tokens(args->v_tail, sides[1], plan->v_tail, plan->tokens - plan->v_tail);
+    copy_tokens(args->k_sinks, sides[0], 0, plan->k_sinks);
+    copy_tokens(args->v_sinks, sides[1], 0, plan->v_sinks);
+    return kvp_encode(level, sides, 2);
 }
 
 float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads, int64_t tokens,
-                    int64_t dim) {
+                    int64_t dim, int64_t threads) {
     const Table *table = table_of(level);
     if (!table) return NAN;
-    const int64_t size = dtype == KVP_F32 ? 4 : 2;
+    const int64_t size = dtype == KVP_F32 ? 4 : 2, all = batch * heads * tokens * dim;
     // Rows without gaps are read in one go.
     if (x->token == dim * size || tokens == 1) {
         dim *= tokens;
@@ -154,13 +234,11 @@ float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch,
         dim *= heads;
         heads = 1;
     }
-    uint32_t most = 0;
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t t = 0; t < tokens; t++) {
-                const uint32_t found = table->largest(x->data + b * x->row + h * x->head + t * x->token, dim, dtype);
-                if (found > most) most = found;
-            }
+    Reach reach{table, *x, dtype, heads, tokens, dim, batch * heads * tokens};
+    const int64_t pieces = (dim + PIECE - 1) / PIECE;
+    reach.lines = dim < PIECE ? PIECE / dim : 1;
+    kvp_parallel(all < 4 * PIECE ? 1 : threads, (reach.count + reach.lines - 1) / reach.lines * pieces, reach_task, &reach);
+    uint32_t most = reach.most;
     if (dtype == KVP_F16) {
         const int exponent = (int)(most >> 10), mantissa = (int)(most & 0x3ff);
         if (exponent == 31) return mantissa ? NAN : INFINITY;

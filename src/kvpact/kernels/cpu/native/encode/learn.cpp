@@ -54,7 +54,7 @@ struct Learner {
     void learn() {
         if (a.first) first_key();
         if (a.weight) channels();
-        if (a.known) know(*a.known);
+        know(*a.known);
     }
 
   private:

@@ -1,0 +1,133 @@
+"""The first tokens of a layer like another one's, in one call, against the ordinary way."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.cache.prompt import Prompt
+from kvpact.errors import KernelError
+from kvpact.kernels import native_threads
+from kvpact.kernels.cpu import learn, library
+from kvpact.testing import same_bytes
+
+needs_native = pytest.mark.skipif(
+    native_threads() == "no native calls", reason="the ordinary way is the only one"
+)
+SHAPES = ((1, 3, 3, 64, 64), (2, 1, 4, 128, 96), (3, 2, 1, 32, 32))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def made(shape, tokens, dtype, seed, strided):
+    batch, heads, groups, dim, v_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, count, width in (("k", heads, dim), ("v", heads, v_dim), ("q", heads * groups, dim)):
+        x = torch.randn(batch, tokens, count, width, generator=generator).to(dtype).transpose(1, 2)
+        found[name] = x if strided else x.contiguous()
+    return found
+
+
+def new_cache(spec, shape, dtype, layers=3):
+    _, heads, _, dim, v_dim = shape
+    return create_cache(spec, CacheGeometry(layers, heads, dim, v_head_dim=v_dim, dtype=dtype))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Count the layers that were stored in one call, with memory filled with NaN."""
+    counts, take, empty = [], Prompt.take, torch.Tensor.new_empty
+
+    def counted(self, *args):
+        found = take(self, *args)
+        counts.append(found is not None)
+        return found
+
+    def spoilt(count, dtype):
+        return torch.full((count,), torch.nan, dtype=dtype)
+
+    monkeypatch.setattr(Prompt, "take", counted)
+    monkeypatch.setattr(learn, "new_state", spoilt)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *s: empty(x, *s).fill_(torch.nan))
+    return counts
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("trellis:bits=4", "trellis:bits=2", "trellis:bits=3,weights=false,blocks=false"),
+        *("turboquant:bits=4", "int:bits=8", "kivi:bits=2", "fp8", "int:bits=8,sinks=0,window=0"),
+        "trellis:bits=4,sinks=0",
+    ],
+)
+def test_a_layer_like_another_one_holds_what_it_would_hold_alone(spec, taken):
+    dtypes, strided = itertools.cycle(DTYPES), itertools.cycle((True, False))
+    for shape, tokens in itertools.product(SHAPES, (20, 64, 100, 127, 128, 300, 700)):
+        dtype = next(dtypes)
+        first, other = (made(shape, tokens, dtype, seed, next(strided)) for seed in (1, 2))
+        cache, alone = new_cache(spec, shape, dtype), new_cache(spec, shape, dtype)
+        cache.attend(0, **first)
+        del taken[:]
+        output, wanted = cache.attend(1, **other), alone.attend(0, **other)
+        assert torch.equal(output, wanted)
+        # Queries that wait for a codec to learn from them go the ordinary way.
+        waits = spec.startswith("trellis") and 96 < tokens < 128
+        assert taken == ([] if waits else [True])
+        for x, y in zip(cache.entry(1).tensors(), alone.entry(0).tensors(), strict=True):
+            assert same_bytes(x.contiguous(), y.contiguous())
+        step = made(shape, 1, dtype, 3, strided=False)
+        for _ in range(70):
+            assert torch.equal(cache.attend(1, **step), alone.attend(0, **step))
+        for side in "kv":
+            assert same_bytes(cache.dequantize(1, side), alone.dequantize(0, side))
+
+
+@needs_native
+def test_a_prompt_that_fails_leaves_the_layer_as_it_was(monkeypatch):
+    cache, alone = (new_cache("trellis:bits=4", SHAPES[0], torch.float32) for _ in range(2))
+    first, other = (made(SHAPES[0], 200, torch.float32, seed, strided=True) for seed in (1, 2))
+    cache.attend(0, **first)
+    with monkeypatch.context() as patched:
+        patched.setattr(library(), "prompt", lambda *_: 2)
+        with pytest.raises(KernelError, match="nothing is stored"):
+            cache.attend(1, **other)
+    with monkeypatch.context() as patched:
+        patched.setattr(library(), "prompt", lambda *_: 3)
+        with pytest.raises(MemoryError):
+            cache.attend(1, **other)
+    assert cache.seq_len(1) == 0
+    assert torch.equal(cache.attend(1, **other), alone.attend(0, **other))
+
+
+@needs_native
+def test_what_is_no_number_in_fp16_is_learnt_as_torch_learns_it():
+    spec, shape = "trellis:bits=4", SHAPES[0]
+    cache, alone = (new_cache(spec, shape, torch.float32) for _ in range(2))
+    first, other = (made(shape, 128, torch.float32, seed, strided=False) for seed in (1, 2))
+    cache.attend(0, **first)
+    other["k"] = other["k"] * 10.0 ** torch.linspace(-30, 2, 64)
+    results = []
+    for one, layer in ((cache, 1), (alone, 0)):
+        try:
+            results.append(one.attend(layer, **other))
+        except Exception as error:  # both say the same
+            results.append(str(error))
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        assert torch.equal(*results)
+
+
+@needs_native
+def test_nothing_that_was_made_ahead_outlives_the_prompt():
+    cache = new_cache("trellis:bits=4", SHAPES[0], torch.float32, layers=6)
+    for layer in range(3):
+        cache.attend(layer, **made(SHAPES[0], 200, torch.float32, layer, strided=True))
+    assert cache.compute.prompts
+    cache.attend(0, **made(SHAPES[0], 1, torch.float32, 9, strided=True))
+    assert not cache.compute.prompts
+    other = made(SHAPES[0], 300, torch.float32, 4, strided=True)
+    alone = new_cache("trellis:bits=4", SHAPES[0], torch.float32)
+    assert torch.equal(cache.attend(3, **other), alone.attend(0, **other))
