@@ -301,7 +301,7 @@ class ContiguousCache(Evictable, BatchRows):
     ) -> Snapshot:
         """Return a snapshot that has what other layers of the model hold, too."""
         with giving_back():
-            states = [layer_state(layer) for layer in self._layers]
+            states = map(layer_state, self._layers)
             given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
             return build_snapshot(*given, records)
 
@@ -329,7 +329,7 @@ class ContiguousCache(Evictable, BatchRows):
             device = next((s.tail.device for s in streams if s is not None), "cpu")
         with giving_back():
             built = [
-                restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
+                restored_layer(place, snapshot.take(index), torch.device(device), shared=False)
                 for index, place in enumerate(places)
             ]
             for layer, new in zip(self._layers, built, strict=True):
