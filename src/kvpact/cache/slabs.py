@@ -61,10 +61,11 @@ class Slab:
     that are used, the first ones.
     """
 
-    __slots__ = ("_total", "count", "memory", "shape")
+    __slots__ = ("_places", "_total", "count", "memory", "shape")
 
     def __init__(self, shape: SlabShape, memory: Tensor, total: int, count: int) -> None:
         self.shape, self.memory, self._total, self.count = shape, memory, total, count
+        self._places = _places(shape)[0]
 
     @classmethod
     def new(cls, shape: SlabShape, count: int, device: torch.device) -> Slab:
@@ -86,13 +87,13 @@ class Slab:
 
     def field(self, name: str, whole: bool = False) -> Tensor:
         """Return a field of the segments used, or of all: `[segments, B, H, units, …]`."""
-        begin, end, dtype, shape = _places(self.shape)[0][name]
+        begin, end, dtype, shape = self._places[name]
         held = self.memory[begin * self._total : end * self._total].view(dtype)
         return held.view(self._total, *shape)[: None if whole else self.count]
 
     def where(self, name: str) -> tuple[int, int, int, int]:
         """Return a field's address, and the bytes from a segment, a row, a head to the next."""
-        place = _places(self.shape)[0][name]
+        place = self._places[name]
         size = place.end - place.begin
         row = size // self.shape.batch
         start = self.memory.data_ptr() + place.begin * self._total
