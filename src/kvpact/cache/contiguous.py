@@ -152,7 +152,7 @@ class ContiguousCache(Evictable, BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device)
             output = attend(entry, k, v, q, config, sizes)
             self.heap.stored(layer + 1 == len(self._layers))
             return output
@@ -177,7 +177,7 @@ class ContiguousCache(Evictable, BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             self._check(layer, k, v, q, config)
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device)
             step = entry.store(k, v, config, q)
             self.heap.stored(layer + 1 == len(self._layers))
             return step
@@ -369,8 +369,9 @@ class ContiguousCache(Evictable, BatchRows):
                 f"the budget was planned for {schedule.batch} rows, not {len(indices)}: give the "
                 "first call as many rows as there are going to be"
             )
-        for layer in self._layers:
-            layer.select(indices)
+        with giving_back(sum(x.nbytes for x in self._layers[0].tensors())):
+            for layer in self._layers:
+                layer.select(indices)
 
     @property
     def batch_size(self) -> int | None:

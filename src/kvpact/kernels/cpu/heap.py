@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
@@ -92,12 +93,17 @@ class Hold:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
         return ()
 
-    def begin(self, tokens: int, size: int = 0) -> None:
-        """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it."""
+    def begin(self, tokens: int, size: int = 0, device: torch.device | None = None) -> None:
+        """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
+
+        Tensors elsewhere lie in no heap; a `device` not known yet is the GPU that is in use.
+        """
+        gpu: Any = torch.cuda  # has no types
+        away = gpu.is_initialized() if device is None else device.type != "cpu"
         if tokens <= FEW:
             if self.active:
                 self.end()
-        elif (native := _native()) is not None:
+        elif not away and (native := _native()) is not None:
             self._large, self.active = self._large or size >= LARGE, True
             while self._idle:
                 with suppress(IndexError):
@@ -142,10 +148,10 @@ class Hold:
 
 
 @contextmanager
-def giving_back() -> Iterator[None]:
-    """Give back what a call took in between that makes copies of a cache's size."""
+def giving_back(size: int = LARGE) -> Iterator[None]:
+    """Give back what a call took in between that makes copies, of `size` bytes a layer."""
     hold = Hold()
-    hold.begin(FEW + 1, LARGE)
+    hold.begin(FEW + 1, size, torch.device("cpu"))
     try:
         yield
     finally:
