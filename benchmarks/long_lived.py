@@ -3,10 +3,11 @@
     python benchmarks/long_lived.py [--model smollm2] [--spec trellis:bits=4] [--only NAME …]
         [--runs 3] [--out DIR]
 
-Each scenario runs in a process of its own, on two threads. All sizes are MiB over what was resident
-before the scenario began (VmRSS and VmHWM, Linux), when the model was loaded and had generated two
-tokens; *cache* is what the cache's own account says at the end. Nothing is given back to the system
-before it is read.
+Each scenario runs in a process of its own, on two threads if it says nothing else. All sizes are in
+MiB over what was resident before the scenario began (VmRSS and VmHWM, Linux), when the model was
+loaded and had generated two tokens; *cache* is what the cache's own account says at the end.
+Nothing is given back to the system before it is read. *Copies* are of the cache, over what was
+resident before that work, which had been done with a short cache before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable, evalu
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, prefix_cache
+from kvpact.kernels import giving_back
 from kvpact.stores import open_store
 
 MIB = 1 << 20
@@ -62,6 +66,12 @@ class World:
     def over(self) -> float:
         """Return what is resident beyond the start."""
         return (resident() - self.start) / MIB
+
+    def copies(self, work: Callable[[], Any], cache: CompressedCache) -> float:
+        """Return the peak of some work in copies of a cache."""
+        start = peak_start()
+        work()
+        return peak_over(start) / cache.nbytes
 
     def sizes(self, cache: float = 0.0) -> Sizes:
         """Return peak and what is there now, and a cache's bytes."""
@@ -112,34 +122,60 @@ def evaluation(world: World) -> Sizes:
 
 def snapshot(world: World) -> Sizes:
     """A snapshot of 4,000 tokens made, written and restored: peaks in copies of the cache."""
-    cache = world.filled(4000)
-    size, found = cache.nbytes, {}
+    found: Sizes = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.kvpact"
-        for name, work in (
-            ("made", lambda: cache.snapshot().save(path)),
-            ("restored", lambda: cache.restore(Snapshot.load(path))),
-        ):
-            start = peak_start()
-            work()
-            found[f"{name}, copies"] = peak_over(start) / size
-    return world.sizes(size) | found
+        for tokens in (200, 4000):
+            cache = world.filled(tokens)
+            for name, work in (
+                ("made", lambda cache: cache.snapshot().save(path)),
+                ("restored", lambda cache: cache.restore(Snapshot.open(path))),
+                ("loaded, restored", lambda cache: cache.restore(Snapshot.load(path))),
+            ):
+                found[f"{name}, copies"] = world.copies(partial(work, cache), cache)
+    return world.sizes(cache.nbytes) | found
+
+
+def saved(world: World, folder: str | None = None) -> Sizes:
+    """A prefix of 4,000 tokens computed, and saved: the peak of that in copies of the cache."""
+    found: Sizes = {}
+    with tempfile.TemporaryDirectory() as other, open_store(folder or other) as store:
+        for tokens in (192, 3968):
+            cache, ids = CompressedCache(world.model, "turboquant:bits=4"), world.ids[:, :tokens]
+            prefixes = prefix_cache(store, world.model, cache)
+            with torch.no_grad():
+                world.model(ids, past_key_values=cache, logits_to_keep=1)
+            found["saved, copies"] = world.copies(partial(prefixes.save, ids), cache)
+        return world.sizes(cache.nbytes) | found
+
+
+def _saved_elsewhere(model: str, spec: str, folder: str) -> None:
+    saved(World(model, spec), folder)
 
 
 def prefix(world: World) -> Sizes:
-    """A prefix of 4,000 tokens computed, saved, and loaded into a new cache."""
-    ids = world.ids[:, :4001]
-    with tempfile.TemporaryDirectory() as folder, open_store(folder) as store:
-        for _ in range(2):  # what was computed first is loaded then
-            cache, start = CompressedCache(world.model, "turboquant:bits=4"), peak_start()
-            prefixes = prefix_cache(store, world.model, cache)
-            prefixes.prefill(ids)
-        loaded = peak_over(start) / cache.nbytes
-        return world.sizes(cache.nbytes) | {"loaded, copies": loaded}
+    """That prefix loaded by another process: the peak in copies of the cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = world.name, world.spec, folder
+        process = get_context("spawn").Process(target=_saved_elsewhere, args=given)
+        process.start()
+        process.join()
+        found: Sizes = {}
+        with open_store(folder) as store:
+            for tokens in (192, 3968):
+                cache, ids = (
+                    CompressedCache(world.model, "turboquant:bits=4"),
+                    world.ids[:, :tokens],
+                )
+                with giving_back():  # the fingerprint read all weights
+                    prefixes = prefix_cache(store, world.model, cache)
+                found["loaded, copies"] = world.copies(partial(prefixes.load, ids), cache)
+            return world.sizes(cache.nbytes) | found
 
 
 def budget(world: World) -> Sizes:
-    """4,000 tokens in chunks of 64 within 24 MB."""
+    """4,000 tokens in chunks of 64 within 24 MB, on one thread."""
+    torch.set_num_threads(1)  # two wait for each other at every operation of so few tokens
     cache = CompressedCache(world.model, budget="24MB")
     given = {"past_key_values": cache, "prefill_chunk_size": 64}
     world.generate(world.ids[:, :4000], 16, **given)
@@ -177,7 +213,7 @@ SCENARIOS: dict[str, Callable[[World], Sizes]] = {
     each.__name__: each
     for each in (
         *(chat, server, together, evaluation, snapshot),
-        *(prefix, budget, pages, batch, beams),
+        *(saved, prefix, budget, pages, batch, beams),
     )
 }
 

@@ -193,8 +193,8 @@ class Recorder:
         tables = []
         for side, encoding in (("k", shown.k), ("v", shown.v)):
             rows = 0
-            for name, field in encoding._fields_:
-                if field is structs.FieldStruct:
+            for name, member in encoding._fields_:
+                if member is structs.FieldStruct:
                     rows = max(rows, getattr(encoding, name).base or 0)
                     getattr(encoding, name).base = None
             tables.append((f"{side}_table", rows * getattr(known, f"{side}_segments")))

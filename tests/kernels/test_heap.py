@@ -133,6 +133,50 @@ def test_contiguous_caches_tell_of_prompts_and_not_of_steps(told):
     assert told.holders == 0
 
 
+@pytest.mark.parametrize(("device", "holders"), [("cpu", 1), ("meta", 0), ("cuda", 0)])
+def test_tensors_elsewhere_begin_nothing(told, device, holders):
+    hold = Hold()
+    hold.begin(100, LARGE, torch.device(device))
+    assert (told.holders, hold.active) == (holders, bool(holders))
+    hold.end()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_unknown_device_is_the_gpu_that_a_process_uses(told, monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu)
+    hold, other = Hold(), Hold()
+    hold.begin(100)
+    assert told.holders == (not gpu)
+    other.begin(100, device=torch.device("cpu"))
+    assert told.holders == 1 + (not gpu)
+
+
+def test_caches_say_where_their_tokens_are(told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # whatever is not said
+    k = torch.randn(1, 2, 70, 32, generator=torch.Generator().manual_seed(1))
+    cache = create_cache("int:bits=8", CacheGeometry(2, 2, 32))
+    cache.store(0, k=k, v=k)
+    assert told.holders == 1
+    other = create_cache("int:bits=8", CacheGeometry(2, 2, 32))
+    other.attend(0, k=k, v=k, q=k)
+    assert told.holders == 2
+    pages = PagedKVCache("int:bits=8", CacheGeometry(2, 2, 32), num_pages=4, page_size=64)
+    pages.append(0, {pages.allocate(): (k[0], k[0])})
+    assert told.holders == 3
+    for held in (cache, other, pages):
+        held.heap.end()
+
+
+@pytest.mark.parametrize(("tokens", "trims"), [(100, 0), (4000, 1)])
+def test_rows_of_large_caches_give_back_what_was_before(told, tokens, trims):
+    cache = create_cache("int:bits=8", CacheGeometry(1, 2, 32))
+    k = torch.randn(2, 2, tokens, 32, generator=torch.Generator().manual_seed(1))
+    cache.store(0, k=k, v=k)
+    held = told.trims
+    cache.reorder(torch.tensor([1, 1]))
+    assert told.trims - held == trims
+
+
 def test_pages_tell_of_prompts_and_not_of_many_rows_of_a_step(told):
     cache = PagedKVCache("int:bits=8", CacheGeometry(2, 2, 32), num_pages=40, page_size=64)
     view, seen = cache.view([cache.allocate() for _ in range(12)]), []

@@ -7,7 +7,7 @@ import torch
 
 from kvpact import PrefixCache, create_cache
 from kvpact.errors import FormatError, StoreUnavailable
-from kvpact.prefixes.chunks import ChunkKind
+from kvpact.prefixes.chunks import Prefix
 from kvpact.stores import EncryptedStore, MemoryStore, StoreWarning, open_store
 
 from .conftest import GEOMETRY, fill
@@ -188,13 +188,13 @@ def test_a_chunk_with_right_checksums_that_no_cache_could_have_written(store, id
 def test_chunks_that_can_not_be_joined_are_a_miss(store, ids, saved, monkeypatch):
     _, whole = saved
 
-    def refuse(self, chunks, records):
+    def refuse(self, count, records):
         raise FormatError("the snapshot can't be right: no reason")
 
     cache = create_cache(SPEC, GEOMETRY)
     prefixes = PrefixCache(store, cache, model="m")
     with monkeypatch.context() as patched:
-        patched.setattr(ChunkKind, "join", refuse)
+        patched.setattr(Prefix, "end", refuse)
         with pytest.warns(StoreWarning, match="chunk 0 of 4 .*no reason"):
             assert prefixes.load(ids) == cache.seq_len(0) == 0
     assert len(store) == 0

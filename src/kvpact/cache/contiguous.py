@@ -160,7 +160,7 @@ class ContiguousCache(Evictable, BatchRows):
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:
                 self._end_prompt()
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, not self.compute.alike)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             output = attend(entry, k, v, q, config, sizes)
             self._stored(layer, q.nbytes)
             return output
@@ -187,7 +187,7 @@ class ContiguousCache(Evictable, BatchRows):
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:
                 self._end_prompt()
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, not self.compute.alike)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             step = entry.store(k, v, config, q, sizes)
             self._stored(layer, k.nbytes if q is None else q.nbytes)
             return step
@@ -325,7 +325,7 @@ class ContiguousCache(Evictable, BatchRows):
     ) -> Snapshot:
         """Return a snapshot that has what other layers of the model hold, too."""
         with giving_back():
-            states = [layer_state(layer) for layer in self._layers]
+            states = map(layer_state, self._layers)
             given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
             return build_snapshot(*given, records)
 
@@ -353,7 +353,7 @@ class ContiguousCache(Evictable, BatchRows):
             device = next((s.tail.device for s in streams if s is not None), "cpu")
         with giving_back():
             built = [
-                restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
+                restored_layer(place, snapshot.take(index), torch.device(device), shared=False)
                 for index, place in enumerate(places)
             ]
             for layer, new in zip(self._layers, built, strict=True):
@@ -393,8 +393,9 @@ class ContiguousCache(Evictable, BatchRows):
                 f"the budget was planned for {schedule.batch} rows, not {len(indices)}: give the "
                 "first call as many rows as there are going to be"
             )
-        for layer in self._layers:
-            layer.select(indices)
+        with giving_back(sum(x.nbytes for x in self._layers[0].tensors())):
+            for layer in self._layers:
+                layer.select(indices)
 
     @property
     def batch_size(self) -> int | None:

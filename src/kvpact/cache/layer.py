@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
-from kvpact.cache.prompt import Prompt
+from kvpact.cache.prompt import Prompt, alike_key
 from kvpact.cache.rungs import Rungs, climbed, to_learn
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import Compute, LayerView, Plan
+from kvpact.kernels import Compute, LayerView
 from kvpact.kernels.offset import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
@@ -141,15 +141,14 @@ class CacheLayer:
         v_stream = held.v or self.new_stream(v, False, spec=spec)
         if k_stream.offset is not None:
             k_stream = placed(k_stream, held, config, padding)
-        alike = None
-        if held.k is None and padding is None and not rungs:
-            alike = self._alike(k_stream, v_stream, k, v, q)
-        if alike is not None and (prompt := self.compute.prompts.get(alike)) and sizes:
-            ready = prompt.take((k, v, q), sizes)
-            if ready is not None:
+        alike, known, first = None, self.compute.prompts, held.k is None and padding is None
+        if first and not rungs and sizes and self._make_store == SegmentList.new:
+            alike = alike_key((k_stream, v_stream), k, v, q)
+            ready = (prompt := known.get(alike)) and prompt.take((k, v, q), sizes)
+            if ready:
                 self.compute.alike = True
                 after = Held(ready.k, ready.v, None, held.version, ready.plan, begin=held.begin)
-                step = self._step(None, k, v, None, ready.plan)
+                step = Step(None, k, v, None, self.lock, ready.plan, self._latent)
                 return LayerPlan(held, after, [], step, config.exact_new)
         given, ahead, total = (k, v), held.ahead, held.length + k.shape[2]
         if rungs:
@@ -159,8 +158,8 @@ class CacheLayer:
         if len(rungs) > 1 and total > rungs[1][0]:
             self.clean, sizes = False, None
             last = len([length for length, _ in rungs[1:] if length < total])
-            known, pair = (padding, seen, ahead), (k_stream, v_stream)
-            pair, given = climbed(rungs[: last + 1], pair, given, known, self.new_stream)
+            also, pair = (padding, seen, ahead), (k_stream, v_stream)
+            pair, given = climbed(rungs[: last + 1], pair, given, also, self.new_stream)
             (k_stream, v_stream), rungs = pair, rungs[last:]
             ahead = None if k_stream.codec.learns_from else ahead
         k_size, v_size = (None, None) if sizes is None else sizes[:2]
@@ -177,30 +176,15 @@ class CacheLayer:
         seen = None if seen is None or (ahead or k_plan.after).codec.ready else seen
         k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rungs, ahead)
         after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, *more)
-        if alike is not None and alike not in self.compute.prompts:
-            first = self.compute.plan(k_stream.plan, v_stream.plan, False, self._latent)
+        if alike is not None and alike not in known:
+            empty = self.compute.plan(k_stream.plan, v_stream.plan, False, self._latent)
             pairs, layers = ((k_stream, v_stream), (k_after, v_after)), self.compute.layers
             count = layers.get(str(self._spec), 1) - 1
-            self.compute.prompts[alike] = Prompt.like(*pairs, first, (k, v, q), count)
+            known[alike] = Prompt.like(*pairs, empty, (k, v, q), count)
         self.compute.alike = False
-        step = self._step(self._view(held, padding), k, v, padding, plan)
+        past = self._view(held, padding)
+        step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
-
-    def _alike(
-        self, k_stream: Stream, v_stream: Stream, k: Tensor, v: Tensor, q: Tensor | None
-    ) -> Any:
-        """Return what first tokens have in common with those of other layers; None: nothing."""
-        known = self._make_store == SegmentList.new and k_stream.offset is None
-        if not known or k_stream.codec.state() or v_stream.codec.state():
-            return None
-        queries = None if q is None else (q.shape, q.dtype)
-        # Such streams stay in `Compute.empty`, so that their addresses stay theirs.
-        return id(k_stream), id(v_stream), k.shape, v.shape, k.dtype, queries
-
-    def _step(
-        self, view: LayerView | None, k: Tensor, v: Tensor, padding: Tensor | None, plan: Plan
-    ) -> Step:
-        return Step(view, k, v, padding, self.lock, plan, self._latent)
 
     def commit(self, plan: LayerPlan) -> Step:
         """Carry out a plan, or raise `KernelError`; the lock was held since `prepare`."""

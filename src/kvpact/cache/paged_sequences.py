@@ -319,7 +319,7 @@ class PagedSequences(Summarized, SequencePages):
         layers: list[list[CacheLayer]] = [[] for _ in rows]
         try:
             for index in range(len(self.specs)):
-                state = snapshot.layer(index)
+                state = snapshot.take(index)
                 for row, table, made in zip(rows, tables, layers, strict=True):
                     empty = self._empty_layer(index, table)
                     one = select_rows(state, [row]) if state.streams is not None else state

@@ -37,9 +37,8 @@ def store_rows(
     """
     with cache.layer_locks[layer]:
         counts = [k.shape[2] for k, _ in tokens.values()]
-        cache.heap.begin(
-            max(counts, default=0), sum(k.nbytes + v.nbytes for k, v in tokens.values())
-        )
+        size = sum(k.nbytes + v.nbytes for k, v in tokens.values())
+        cache.heap.begin(max(counts, default=0), size, cache.device)
         with cache.pool.lock:
             sequences = [cache._sequence(seq) for seq in tokens]
             pages = [len(sequence.table) for sequence in sequences]

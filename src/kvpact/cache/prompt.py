@@ -22,10 +22,23 @@ from kvpact.kernels import (
     PromptSide,
     StreamPlan,
     TokenMemory,
-    apart,
+    giving_back,
     surely_stored,
 )
 from kvpact.methods import Codec
+
+Rest = tuple[SegmentList, TokenMemory, Tensor | None]
+"""Slots, the tail's memory and sinks."""
+
+
+def alike_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | None) -> Any:
+    """Return what first tokens have in common with those of other layers; None: nothing."""
+    first, second = before
+    if first.offset is not None or first.codec.state() or second.codec.state():
+        return None
+    queries = None if q is None else (q.shape, q.dtype)
+    # Such streams stay in `Compute.empty`, so that their addresses stay theirs.
+    return id(first), id(second), k.shape, v.shape, k.dtype, queries
 
 
 class Ready(NamedTuple):
@@ -73,25 +86,18 @@ class Side(NamedTuple):
         sinks = count if self.start else 0
         return PromptSide(x, self.packed, self.start, sinks, apart, held.store.source())
 
-    def place(self) -> tuple[SegmentList, TokenMemory, Tensor | None, PromptPlace]:
-        """Return where a layer's tokens go."""
+    def place(self) -> tuple[Rest, PromptPlace]:
+        """Return what a layer's stream is going to hold, and where its tokens go."""
         like, (batch, heads, _, dim) = self.empty.memory.tensor, self.shape
         store, tail, sinks = self.store.filled(), like.new_empty(self.shape), None
         if self.start and self.empty.num_sinks:
             sinks = like.new_empty(batch, heads, self.empty.num_sinks, dim)
         place = PromptPlace(store.table(), tail, sinks)
-        return store, TokenMemory(tail, self.start), sinks, place
+        return (store, TokenMemory(tail, self.start), sinks), place
 
-    def stream(
-        self,
-        codec: Codec,
-        plan: StreamPlan,
-        store: SegmentList,
-        memory: TokenMemory,
-        sinks: Tensor | None,
-    ) -> Stream:
+    def stream(self, codec: Codec, plan: StreamPlan, rest: Rest) -> Stream:
         """Return what the empty stream becomes."""
-        empty = self.empty
+        empty, (store, memory, sinks) = self.empty, rest
         known = codec, empty.window, plan, store, self.packed, memory, self.start
         return Stream(*known, self.length, 0, sinks, empty.num_sinks)
 
@@ -139,7 +145,7 @@ class Prompt:
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
         if not self._ready:
-            with apart():
+            with giving_back(0):
                 self._ready = [self._made() for _ in range(max(self._layers, 1))]
             self._layers = 0
         ready = self._ready.pop()
@@ -152,11 +158,11 @@ class Prompt:
 
     def _made(self) -> Ready:
         k_side, v_side = self._sides
-        (*k_parts, k_place), (*v_parts, v_place) = k_side.place(), v_side.place()
+        (k_rest, k_place), (v_rest, v_place) = k_side.place(), v_side.place()
         codec, place = self._runner.place(k_place, v_place)
         plan, k_plan, v = self._plan, k_side.empty.plan, v_side.empty
         if codec is not k_side.empty.codec:
             k_plan = k_plan.for_codec(codec)
             plan = plan.after(k_plan)
-        k_stream = k_side.stream(codec, k_plan, *k_parts)
-        return Ready(k_stream, v_side.stream(v.codec, v.plan, *v_parts), plan, place)
+        k_stream = k_side.stream(codec, k_plan, k_rest)
+        return Ready(k_stream, v_side.stream(v.codec, v.plan, v_rest), plan, place)

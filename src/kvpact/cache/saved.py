@@ -6,7 +6,7 @@ takes it over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -324,7 +324,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def build_snapshot(
-    states: list[LayerState],
+    states: Iterable[LayerState],
     specs: Sequence[Spec],
     geometry: CacheGeometry,
     layout: str,
@@ -338,9 +338,6 @@ def build_snapshot(
     size = lcm(PAGE_TOKENS, least) if page_size is None else page_size
     if type(size) is not int or size < 1 or size % least:
         raise GeometryError(f"page_size should be a multiple of {least}, not {page_size!r}")
-    batches = {s.tail.shape[0] for state in states for s in state.streams or ()}
-    if len(batches) > 1:
-        raise GeometryError(f"layers hold batches of unlike size: {sorted(batches)}")
     return Snapshot.build(
         states,
         slots=FORMAT_VERSION,

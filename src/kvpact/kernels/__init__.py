@@ -5,21 +5,19 @@ from kvpact.kernels.base import (
     AttendCall,
     Backend,
     Encoder,
-    PromptPlace,
-    PromptRunner,
-    PromptSide,
     StepRow,
     StepRunner,
     StepTokens,
     TokenMemory,
 )
 from kvpact.kernels.choose import check_covered, choose, coverage, devices, report
-from kvpact.kernels.cpu.heap import Hold, apart, giving_back, malloc_here
+from kvpact.kernels.cpu.heap import Hold, giving_back, malloc_here
 from kvpact.kernels.cpu.library import native_threads
 from kvpact.kernels.finite import all_finite, check_arrival, largest, surely_stored
 from kvpact.kernels.index import index_scores
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
 from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan
+from kvpact.kernels.prompt import PromptPlace, PromptRunner, PromptSide
 from kvpact.kernels.sources import ListSource, Segment, SegmentSource, Table, Where, WritableSource
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output

@@ -7,12 +7,10 @@ layer keeps the `Plan`, whose calls go straight to the backends chosen.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,13 +23,13 @@ from kvpact.kernels.base import (
     Backend,
     Encoder,
     Operation,
-    PromptRunner,
-    PromptSide,
     SlotReader,
     StepRunner,
 )
+from kvpact.kernels.counts import Counts
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.gather import chosen_calls
+from kvpact.kernels.prompt import PromptRunner, PromptSide
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.latent import KeyMaking
@@ -50,25 +48,6 @@ class Empty(dict[Any, Any]):
     def held_parts(self) -> tuple[()]:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
         return ()
-
-
-class Counts:
-    """How many operations each backend carried out; for many threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in get_args(Operation)}
-
-    def add(self, who: str, **operations: int) -> None:
-        """Count what a backend did."""
-        with self._lock:
-            for operation, count in operations.items():
-                self._counts[operation][who] += count
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts by operation and backend."""
-        with self._lock:
-            return {name: dict(counter) for name, counter in self._counts.items()}
 
 
 BACKENDS: tuple[Backend, ...] = (CPU, TRITON, TORCH)

@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """Where a tensor of a state lies among the numbers of all, and what it is."""
 
     start: int
-    count: int
+    end: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -67,13 +67,13 @@ class StateInOne(Mapping[str, Tensor]):
         """Return where the fields of a state lie, `[heads, width]` each, one behind the other."""
         ends = accumulate((heads * width for width, _ in fields.values()), initial=0)
         return {
-            name: Part(start, heads * width, (heads, width), dtype)
+            name: Part(start, start + heads * width, (heads, width), dtype)
             for start, (name, (width, dtype)) in zip(ends, fields.items(), strict=False)
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        start, count, shape, dtype = self._parts[name]
-        return self._memory[start : start + count].view(dtype).view(shape)
+        start, end, shape, dtype = self._parts[name]
+        return self._memory[start:end].view(dtype).view(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -12,16 +12,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.saved import field_info, packed_part
-from kvpact.errors import FormatError
+from kvpact.errors import FormatError, SnapshotError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
@@ -37,7 +36,8 @@ from kvpact.snapshot import (
     token_hash,
 )
 from kvpact.snapshot.container import as_bytes
-from kvpact.snapshot.pages import pack_pages, page_bytes, unpack_pages
+from kvpact.snapshot.manifest import LayerEntry, Manifest, RecordInfo
+from kvpact.snapshot.pages import outside_heap, pack_pages, page_bytes, unpack_pages
 from kvpact.snapshot.state import geometry_json
 from kvpact.spec import Spec
 
@@ -175,12 +175,12 @@ class ChunkKind:
         assert self.geometry.dtype is not None
         return [prod(shape) * self.geometry.dtype.itemsize for shape in self._sink_shapes(index)]
 
-    def _sinks(self, chunks: Sequence[Chunk]) -> list[Tensor | None]:
+    def sinks(self, chunks: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the sinks of K and V, layer by layer; those behind the last chunk are zero."""
         assert self.geometry.dtype is not None
         parts: list[list[Tensor]] = [[] for _ in range(2 * len(self.specs))]
         for index, chunk in enumerate(chunks):
-            split = torch.split(chunk.sinks, self._sink_sizes(index))
+            split = torch.split(chunk, self._sink_sizes(index))
             for held, data, shape in zip(parts, split, self._sink_shapes(index), strict=True):
                 held.append(data.clone().view(self.geometry.dtype).view(shape))
         found: list[Tensor | None] = []
@@ -191,34 +191,82 @@ class ChunkKind:
             found.append(torch.cat([one, missing], 2) if method.sinks else None)
         return found
 
-    def join(self, chunks: Sequence[Chunk], records: Sequence[RecordState] = ()) -> Snapshot:
-        """Return the prefix that chunks make, in order from the first: sinks, and no window.
+    def layer(
+        self, index: int, end: int, data: Tensor, sinks: Sequence[Tensor | None]
+    ) -> LayerState:
+        """Return a layer after `end` tokens: of its slots in each chunk, and of all sinks."""
+        heads, fields, streams = self.geometry.num_kv_heads, self._fields[index], []
+        slots = unpack_pages(data, fields, (1, heads), self.size)
+        for side, codec in enumerate(self.codecs[index]):
+            dim = self.geometry.value_dim if side else self.geometry.head_dim
+            tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype, device="cpu")
+            learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
+            exact = sinks[2 * index + side]
+            offset = not side and not codec.exact and codec.rotation is None
+            known = self.offsets.get(index) if offset else None
+            streams.append(
+                StreamState(fields[side], slots[side], end, end, tail, exact, learnt, known)
+            )
+        return LayerState(self._specs_json[index], (streams[0], streams[1]), None)
 
-        `records`: what the model's other layers hold at its end.
-        """
-        data, sinks = torch.stack([chunk.slots for chunk in chunks]), self._sinks(chunks)
-        heads, end, states = self.geometry.num_kv_heads, len(chunks) * self.size, []
-        for index, (begin, stop) in enumerate(pairwise(accumulate(self.slot_bytes, initial=0))):
-            fields = self._fields[index]
-            slots = unpack_pages(data[:, begin:stop], fields, (1, heads), self.size)
-            streams = []
-            for side, codec in enumerate(self.codecs[index]):
-                dim = self.geometry.value_dim if side else self.geometry.head_dim
-                tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype, device="cpu")
-                learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
-                exact = sinks[2 * index + side]
-                offset = not side and not codec.exact and codec.rotation is None
-                known = self.offsets.get(index) if offset else None
-                streams.append(
-                    StreamState(fields[side], slots[side], end, end, tail, exact, learnt, known)
-                )
-            states.append(LayerState(self._specs_json[index], (streams[0], streams[1]), None))
-        return Snapshot.build(
-            states,
+
+class Prefix(Snapshot):
+    """A snapshot of chunks from the first on: sinks, and no window. A file only if one is wanted.
+
+    Made with room for `count` chunks; each may go when it was `put`, as a layer does with `take`.
+    """
+
+    def __init__(self, kind: ChunkKind, count: int) -> None:
+        self._kind, self._chunks = kind, dict[int, Tensor]()
+        self._slots: dict[int, Tensor] = {
+            index: outside_heap(count, size) for index, size in enumerate(kind.slot_bytes)
+        }
+
+    def put(self, index: int, chunk: Chunk) -> None:
+        """Hold the bytes of a chunk."""
+        for layer, part in enumerate(torch.split(chunk.slots, self._kind.slot_bytes)):
+            self._slots[layer][index] = part
+        self._chunks[index] = chunk.sinks
+
+    def end(self, count: int, records: Sequence[RecordState]) -> Self:
+        """End behind so many chunks, where the model's other layers hold `records`."""
+        kind, self._records = self._kind, list(records)
+        self._sinks = kind.sinks([self._chunks[index] for index in range(count)])
+        none = ((i, count * kind.size, x[:0], self._sinks) for i, x in self._slots.items())
+        self.manifest = Manifest(
             slots=FORMAT_VERSION,
-            geometry=self.geometry,
+            geometry=kind.geometry,
             layout="contiguous",
-            page_size=self.size,
-            identity=self.identity,
-            records=records,
+            batch=1,
+            page_size=kind.size,
+            begin=0,
+            pages=count,
+            layers=tuple(LayerEntry.of(kind.layer(*given)) for given in none),
+            identity=kind.identity,
+            token_hash=None,
+            records=tuple(map(RecordInfo.of, records)),
         )
+        return self
+
+    @cached_property
+    def _container(self) -> Container:  # type: ignore[override]
+        return self._like(map(self.layer, self._slots), records=self._records)._container
+
+    def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
+        """See `Snapshot.layer`."""
+        if (first, last) != (0, None):
+            return super().layer(index, first, last)
+        if index not in self._slots:
+            raise SnapshotError("a cache took over what this prefix held; load it again")
+        data = self._slots[index][: self.manifest.pages]
+        return self._kind.layer(index, self.manifest.tokens, data, self._sinks)
+
+    def take(self, index: int) -> LayerState:
+        """See `Snapshot.take`."""
+        state = self.layer(index)
+        del self._slots[index]
+        return state
+
+    def records(self) -> list[RecordState]:
+        """See `Snapshot.records`."""
+        return self._records

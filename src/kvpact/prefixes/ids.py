@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpact.errors import GeometryError
 
 Tokens = Sequence[int] | Tensor
-BATCH = 64
+BATCH = 8
 """Chunks that are packed at once: what saving takes of memory, beside the cache."""
 
 

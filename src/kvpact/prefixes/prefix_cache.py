@@ -26,7 +26,7 @@ from kvpact.kernels import giving_back
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.checkpoints import CheckpointKind
-from kvpact.prefixes.chunks import ChunkKind
+from kvpact.prefixes.chunks import ChunkKind, Prefix
 from kvpact.prefixes.ids import Tokens, runs, token_ids
 from kvpact.prefixes.sources import PrefixSource, RecordSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
@@ -196,6 +196,7 @@ class PrefixCache:
     def _lacks(self, key: str) -> bool:
         return key in self._unreadable or not self.store.contains(key)
 
+    @giving_back()
     def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
         """Put the longest prefix that the store holds into an empty cache.
 
@@ -223,41 +224,38 @@ class PrefixCache:
         """
         if any(layer.length for layer in self._source.layers(seq)):
             raise GeometryError("a prefix goes into an empty cache; reset this one first")
-        with giving_back():
-            return self._load(token_ids(tokens), seq)
-
-    def _load(self, ids: list[int], seq: int | None) -> int:
-        """Carry out `load`."""
+        ids = token_ids(tokens)
         keys = self.keys(ids)
         self._unreadable.difference_update(keys)  # another process may have written them since
         if self._checkpoints is not None:
             self._unreadable.difference_update(map(self._checkpoints.key, keys))
         keys = keys[: self._checkpoint(keys, self._held(keys))]
+        prefix, failed = Prefix(self._kind, len(keys)), dict[int, str]()
         # The last chunk first: then the first ones, which all others need, are the latest used.
-        blobs = [self.store.get(key) for key in reversed(keys)][::-1]
-        chunks = []
-        for index, blob in enumerate(blobs):
-            if blob is None:
-                self._shorter(index, len(keys), "it is gone")
-                break
+        for index in reversed(range(len(keys))):
             part = ids[index * self.chunk : (index + 1) * self.chunk]
+            if (blob := self.store.get(keys[index])) is None:
+                self._unreadable.add(keys[index])
+                failed[index] = "it is gone"
+                continue
             try:
-                chunks.append(self._kind.unpack(blob, index, part))
+                prefix.put(index, self._kind.unpack(blob, index, part))
             except (FormatError, IntegrityError) as error:
-                self._drop([keys[index]])
-                self._shorter(index, len(keys), str(error))
-                break
-        self._unreadable.update(k for k, blob in zip(keys, blobs, strict=True) if blob is None)
-        count, records = self._load_checkpoint(keys, ids, len(chunks))
-        chunks = chunks[:count]
-        if chunks:
+                failed[index] = str(error)
+        end = min(failed, default=len(keys))
+        if end in failed:
+            if keys[end] not in self._unreadable:
+                self._drop([keys[end]])
+            self._shorter(end, len(keys), failed[end])
+        count, records = self._load_checkpoint(keys, ids, end)
+        if count:
             try:
-                self._source.restore(self._kind.join(chunks, records), seq)
+                self._source.restore(prefix.end(count, records), seq)
             except (FormatError, IntegrityError) as error:  # each is whole, all of them are not
-                self._drop(keys[: len(chunks)])
+                self._drop(keys[:count])
                 self._shorter(0, len(keys), str(error))
                 return 0
-        return len(chunks) * self.chunk
+        return count * self.chunk
 
     def _load_checkpoint(
         self, keys: Sequence[str], ids: Sequence[int], last: int
@@ -300,6 +298,7 @@ class PrefixCache:
         message = f"chunk {index} of {count} can't be used ({why}): the prefix ends before it"
         warnings.warn(message, StoreWarning, stacklevel=3)
 
+    @giving_back()
     def save(self, tokens: Tokens, *, seq: int | None = None) -> int:
         """Store those chunks of what the cache holds that the store has not yet.
 

@@ -52,7 +52,7 @@ class PrefixSource(Protocol):
         ...
 
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        """Hold what a snapshot holds."""
+        """Hold what a snapshot holds, which may be taken over (`Snapshot.take`)."""
         ...
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from os import PathLike
 from typing import Any, Self
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from kvpact.snapshot.header import (
     parse_header,
     parse_json,
 )
-from kvpact.snapshot.pages import on_host
+from kvpact.snapshot.pages import on_host, outside_heap
 
 TABLE = "checksums"
 _SUM = 16
@@ -52,7 +53,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Columns:
-    """Tensors `[rows, n]` uint8 that stand side by side, each made when it is written."""
+    """Tensors `[rows or less, n]` uint8 that stand side by side, in a file between zeros."""
 
     shape: tuple[int, int]
     parts: Iterable[Tensor]
@@ -62,8 +63,9 @@ class Columns:
         """Copy them into `[rows * n]` uint8."""
         whole, begin = out.view(self.shape), 0
         for part in self.parts:
-            whole[:, begin : begin + part.shape[1]] = part
+            whole[: len(part), begin : begin + part.shape[1]] = part
             begin += part.shape[1]
+            del part
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -88,6 +90,8 @@ class Container:
     Raises `FormatError` where `buffer` is not of format `kind` and one of `versions`, or damaged;
     `IntegrityError` where header or table were changed.
     """
+
+    _handle: int | None = None
 
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
         try:
@@ -164,9 +168,9 @@ class Container:
         }
         head = header_bytes(metadata, entries)
         total = len(head) + max(entry.end for entry in entries.values())
-        buffer = bytearray(total)
+        whole = outside_heap(total)
+        buffer = whole.numpy().data
         buffer[: len(head)] = head
-        whole = torch.frombuffer(buffer, dtype=torch.uint8)
         for name, tensor in tensors:
             begin, end = entries[name].begin, entries[name].end
             out = whole[len(head) + begin : len(head) + end]
@@ -175,10 +179,10 @@ class Container:
             else:
                 out.copy_(as_bytes(tensor))
         place = len(head) + entries[TABLE].end
-        view, table = memoryview(buffer), bytearray()
+        table = bytearray()
         for repeat, sizes in runs:
             for size in list(sizes) * repeat:
-                table += _sum(view[place : place + size])
+                table += _sum(buffer[place : place + size])
                 place += size
         buffer[len(head) : len(head) + len(table)] = table
         buffer[_ROOT_AT : _ROOT_AT + 64] = _root(head, table).encode()
@@ -186,13 +190,21 @@ class Container:
 
     @classmethod
     def open(cls, path: str | PathLike[str], kind: str, *versions: int) -> Self:
-        """Map a file, which may be replaced but not cut short; sections are checked when used."""
+        """Map a file, which may be replaced but not cut short; sections are checked when used.
+
+        Where a system can read at a place, they are read, not mapped: what is mapped is resident.
+        """
         with os.fdopen(open_regular(path), "rb") as file:
             try:
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError:
                 raise FormatError(f"{path} is empty") from None
-        return cls(buffer, kind, *versions)
+            held = cls(buffer, kind, *versions)
+            if hasattr(os, "preadv") and hasattr(buffer, "madvise"):
+                buffer.madvise(mmap.MADV_DONTNEED)
+                held._handle = os.dup(file.fileno())
+                finalize(held, os.close, held._handle)
+        return held
 
     @property
     def nbytes(self) -> int:
@@ -205,33 +217,32 @@ class Container:
         return self.entries[TABLE].shape[0]
 
     def _bounds(self, index: int) -> tuple[int, int]:
-        """Return where a section begins and ends, counted from the end of the table."""
+        """Return where a section begins and ends in the buffer."""
         run = next(run for run in reversed(self._runs) if run.first <= index and run.ends[1:])
         repeat, inside = divmod(index - run.first, len(run.ends) - 1)
-        begin = run.begin + repeat * run.ends[-1]
+        begin = self._data + self.entries[TABLE].end + run.begin + repeat * run.ends[-1]
         return begin + run.ends[inside], begin + run.ends[inside + 1]
 
     def section(self, index: int) -> Tensor:
         """Return a copy of a section, `[n]` uint8, checked after it was copied."""
         begin, end = self._bounds(index)
-        base = self._data + self.entries[TABLE].end
         copy = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        data = copy.numpy()
-        data[:] = np.frombuffer(self.buffer[base + begin : base + end], dtype=np.uint8)
-        self._check_sum(index, data)
-        return copy
-
-    def _check_sum(self, index: int, data: Any) -> None:
+        data: Any = copy.numpy()
+        if self._handle is None:
+            data[:] = np.frombuffer(self.buffer[begin:end], dtype=np.uint8)
+        else:  # of a file that was cut short less, which the checksum tells
+            while begin < end and (n := os.preadv(self._handle, [data[begin - end :]], begin)):
+                begin += n
         if _sum(data) != self._table[_SUM * index : _SUM * (index + 1)]:
             raise IntegrityError(f"section {index} was changed: its checksum does not match")
+        return copy
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors that lie wholly in a section, checked, by name."""
         begin, end = self._bounds(index)
-        base = self.entries[TABLE].end
         data, found = self.section(index), {}
         for name, entry in self.entries.items():
-            first, last = entry.begin - base, entry.end - base
+            first, last = self._data + entry.begin, self._data + entry.end
             if name != TABLE and begin <= first and last <= end:
                 part = data[first - begin : last - begin].clone()
                 found[name] = part.view(entry.dtype).view(entry.shape)
@@ -239,10 +250,8 @@ class Container:
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every section and call `progress(done, total)`. Raises `IntegrityError`."""
-        place = self._data + self.entries[TABLE].end
         for index in range(self.num_sections):
-            begin, end = self._bounds(index)
-            self._check_sum(index, self.buffer[place + begin : place + end])
+            self.section(index)
             if progress is not None:
                 progress(index + 1, self.num_sections)
 

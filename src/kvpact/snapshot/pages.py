@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
@@ -51,8 +52,14 @@ def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Te
         for stream in streams
         for field in stream.fields
     ]
-    empty = torch.zeros(pages, 0, dtype=torch.uint8, device="cpu")
-    return torch.cat(parts, dim=1) if parts else empty
+    out = outside_heap(pages, sum(part.shape[1] for part in parts))
+    return torch.cat(parts, dim=1, out=out) if parts else out
+
+
+def outside_heap(*shape: int) -> Tensor:
+    """Return zeros, uint8, that take memory where they are written, and give all of it back."""
+    memory = mmap.mmap(-1, max(prod(shape), 1))
+    return torch.frombuffer(memory, dtype=torch.uint8)[: prod(shape)].view(shape)
 
 
 def _paged(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from os import PathLike
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, MismatchError
-from kvpact.files import read_regular
+from kvpact.files import open_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Columns, Container
 from kvpact.snapshot.manifest import (
@@ -24,7 +25,7 @@ from kvpact.snapshot.manifest import (
     pages_of,
     read_manifest,
 )
-from kvpact.snapshot.pages import pack_pages, unpack_pages
+from kvpact.snapshot.pages import outside_heap, pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
 from kvpact.snapshot.state import SIDES, Identity, LayerState, RecordState, StreamState
 from kvpact.snapshot.tensors import (
@@ -59,7 +60,7 @@ class Snapshot:
     @classmethod
     def build(
         cls,
-        layers: list[LayerState],
+        layers: Iterable[LayerState],
         *,
         slots: int,
         geometry: CacheGeometry,
@@ -72,16 +73,24 @@ class Snapshot:
     ) -> Snapshot:
         """Make a snapshot of plain state, a `LayerState` for each layer; caches call this.
 
-        `layers` is emptied on the way, so that slots are let go of when they are copied.
-        `slots`: `FORMAT_VERSION` of the slots, which begin with token `begin`; `page_size`: tokens
-        per page of the file, a multiple of every field's unit; `token_ids`: `[T]` or `[B, T]`.
+        One layer is there at a time. `slots`: `FORMAT_VERSION` of the slots, which begin with token
+        `begin`; `page_size`: tokens per page of the file, a multiple of every field's unit;
+        `token_ids`: `[T]` or `[B, T]`. Raises `GeometryError` where layers hold unlike batches.
         """
-        streams = [stream for layer in layers for stream in layer.streams or ()]
-        batch = streams[0].tail.shape[0] if streams else 0
-        if records and not streams:
-            batch = records[0].tensor.shape[records[0].rows]
-        packed = max((stream.packed for stream in streams), default=0)
-        pages = pages_of(packed, begin, page_size)
+        batches = {record.tensor.shape[record.rows] for record in records}
+        entries, exact, parts, sizes = [], list[tuple[str, Tensor | Columns]](), [], []
+        for index, layer in enumerate(layers):
+            streams = layer.streams or ()
+            batches |= {stream.tail.shape[0] for stream in streams}
+            entries.append(LayerEntry.of(layer))
+            own = exact_tensors(index, layer)
+            sizes.append(sum(tensor.nbytes for tensor in own.values()))
+            exact += own.items()
+            count = pages_of(max((x.packed for x in streams), default=0), begin, page_size)
+            parts.append(pack_pages(streams, count, page_size))
+        if len(batches) > 1:
+            raise GeometryError(f"layers hold batches of unlike size: {sorted(batches)}")
+        batch, pages = max(batches, default=0), max((len(part) for part in parts), default=0)
         ids = None if token_ids is None else token_rows(token_ids, batch)
         manifest = Manifest(
             slots=slots,
@@ -91,28 +100,23 @@ class Snapshot:
             page_size=page_size,
             begin=begin,
             pages=pages,
-            layers=tuple(LayerEntry.of(layer) for layer in layers),
+            layers=tuple(entries),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
             records=tuple(RecordInfo.of(record) for record in records),
         )
-        tensors: list[tuple[str, Tensor | Columns]] = []
         if ids is not None and ids.numel():
-            tensors.append((TOKEN_IDS, ids))
-        sizes = [0 if ids is None else ids.nbytes]
-        for index, layer in enumerate(layers):
-            exact = exact_tensors(index, layer)
-            sizes.append(sum(tensor.nbytes for tensor in exact.values()))
-            tensors += exact.items()
+            exact.insert(0, (TOKEN_IDS, ids))
+        sizes.insert(0, 0 if ids is None else ids.nbytes)
         if records:
             sizes.append(sum(record.tensor.nbytes for record in records))
-            tensors += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
-        widths = [manifest.page_bytes(index) for index in range(len(layers))]
+            exact += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
+        widths = [part.shape[1] for part in parts]
         runs = [(1, sizes), (pages, widths)]
         if pages * sum(widths):
-            parts = (pack_pages(layers.pop(0).streams or (), pages, page_size) for _ in widths)
-            tensors.append((PAGES, Columns((pages, sum(widths)), parts)))
-        return cls(Container.build(KIND, manifest.version, manifest.to_json(), tensors, runs))
+            last = (parts.pop(0) for _ in widths)
+            exact.append((PAGES, Columns((pages, sum(widths)), last)))
+        return cls(Container.build(KIND, manifest.version, manifest.to_json(), exact, runs))
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Snapshot:
@@ -133,7 +137,10 @@ class Snapshot:
     def load(cls, path: str | PathLike[str]) -> Snapshot:
         """Read a file into memory and check all of it; errors as in `open` and `verify`."""
         cls.open(path)
-        return cls.from_bytes(read_regular(path))
+        with os.fdopen(open_regular(path), "rb") as file:
+            data = outside_heap(os.fstat(file.fileno()).st_size).numpy().data
+            file.readinto(data)
+        return cls.from_bytes(data)
 
     @classmethod
     def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:
@@ -202,7 +209,7 @@ class Snapshot:
     @property
     def token_ids(self) -> Tensor | None:
         """Token ids `[B, T]`, if they were stored."""
-        if TOKEN_IDS not in self._container.entries:
+        if self.manifest.token_hash is None or TOKEN_IDS not in self._container.entries:
             return None
         return self._container.tensors(0)[TOKEN_IDS].to(torch.int64)
 
@@ -279,6 +286,10 @@ class Snapshot:
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
 
+    def take(self, index: int) -> LayerState:
+        """Return what `layer` does, for who holds it from now on; it may be asked for no more."""
+        return self.layer(index)
+
     def records(self) -> list[RecordState]:
         """Return windows and states of a model's other layers; `IntegrityError` as of `layer`."""
         m = self.manifest
@@ -287,7 +298,7 @@ class Snapshot:
 
     def select(self, rows: Sequence[int]) -> Snapshot:
         """Return a snapshot of these rows of the batch, in this order; without token ids."""
-        states = [select_rows(self.layer(i), rows) for i in range(self.num_layers)]
+        states = (select_rows(self.layer(i), rows) for i in range(self.num_layers))
         index = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
         records = [
             replace(record, tensor=record.tensor.index_select(record.rows, index))
@@ -330,9 +341,9 @@ class Snapshot:
             raise GeometryError(f"tokens {start} to {end} are not all packed")
         last = m.pages if end is None else (end - m.begin) // m.page_size
         first = (start - m.begin) // m.page_size
-        states = [self.layer(i, first, last) for i in range(self.num_layers)]
+        states = (self.layer(i, first, last) for i in range(self.num_layers))
         if end is not None:
-            states = [cut(state, end) for state in states]
+            states = (cut(state, end) for state in states)
         ids = self.token_ids if start == m.begin == 0 else None
         return self._like(states, start, None if ids is None else ids[:, :end])
 
@@ -356,12 +367,12 @@ class Snapshot:
             ends = {s.packed for entry in a.layers for s in entry.streams or ()}
             if ends - {b.begin}:
                 raise GeometryError(f"a part ends at {ends}, the next begins at {b.begin}")
-        states = [joined([p.layer(i) for p in parts]) for i in range(parts[0].num_layers)]
+        states = (joined([p.layer(i) for p in parts]) for i in range(parts[0].num_layers))
         return parts[0]._like(states, parts[0].manifest.begin, token_ids, parts[-1].records())
 
     def _like(
         self,
-        states: list[LayerState],
+        states: Iterable[LayerState],
         begin: int | None = None,
         ids: Tensor | None = None,
         records: Sequence[RecordState] = (),

@@ -14,7 +14,6 @@ from kvpact.kernels.base import (
     Backend,
     Encoder,
     Operation,
-    PromptSide,
     SlotReader,
     check_out,
 )
@@ -28,6 +27,7 @@ from kvpact.kernels.cpu.prompt import covers as covers_prompt
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM, DecodeArgs
+from kvpact.kernels.prompt import PromptSide
 from kvpact.kernels.sources import Pick, SegmentSource
 from kvpact.kernels.torch.slots import TorchEncoder, copies
 from kvpact.methods import Codec

@@ -14,12 +14,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
@@ -92,15 +93,24 @@ class Hold:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
         return ()
 
-    def begin(self, tokens: int, size: int = 0, hold: bool = True) -> None:
+    def begin(
+        self,
+        tokens: int,
+        size: int = 0,
+        device: torch.device | None = None,
+        hold: bool = True,
+    ) -> None:
         """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
 
+        Tensors elsewhere lie in no heap; a `device` not known yet is the GPU that is in use.
         Without `hold` malloc is told nothing: what is free at the end is given back all the same.
         """
+        gpu: Any = torch.cuda  # has no types
+        away = gpu.is_initialized() if device is None else device.type != "cpu"
         if tokens <= FEW:
             if self.active:
                 self.end()
-        elif (native := _native()) is not None:
+        elif not away and (native := _native()) is not None:
             self._large, self.active = self._large or size >= LARGE, True
             while hold and self._idle:
                 with suppress(IndexError):
@@ -146,16 +156,14 @@ class Hold:
 
 
 @contextmanager
-def apart(size: int = 0) -> Iterator[None]:
-    """Let large blocks come from the system, not from what activations left free."""
+def giving_back(size: int = LARGE) -> Iterator[None]:
+    """Give back what a call took in between that makes copies, of `size` bytes a layer.
+
+    Of few bytes nothing is given back: large blocks alone come from the system all the while.
+    """
     hold = Hold()
-    hold.begin(FEW + 1, size)
+    hold.begin(FEW + 1, size, torch.device("cpu"))
     try:
         yield
     finally:
         hold.end()
-
-
-def giving_back() -> AbstractContextManager[None]:
-    """Give back what a call took in between that makes copies of a cache's size."""
-    return apart(LARGE)

@@ -52,17 +52,13 @@ class Learning:
         for name in fields:
             setattr(args, name, 1)
         self._parts = StateInOne.parts(fields, heads)
-        self._sizes = (
-            sum(x.count for x in self._parts.values()),
-            self._encoder.trellis.numbers(fields, heads, args.dim),
-        )
+        count = max(part.end for part in self._parts.values())
+        self._sizes = count, self._encoder.trellis.numbers(fields, heads, args.dim)
 
     def room(self) -> tuple[Tensor, Tensor, TrellisArguments]:
         """Return memory for what is learnt, and as kernels read it, and what is told of that."""
-        state, numbers = (
-            new_state(self._sizes[0], torch.float16),
-            new_state(self._sizes[1], torch.float32),
-        )
+        state = new_state(self._sizes[0], torch.float16)
+        numbers = new_state(self._sizes[1], torch.float32)
         return state, numbers, self._encoder.trellis.to_learn(numbers)
 
     def learnt(self, state: Tensor, arguments: TrellisArguments) -> TrellisKeyCodec:

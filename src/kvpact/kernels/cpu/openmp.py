@@ -12,6 +12,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ def entries() -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     linked = Path(torch.__file__).parent / "lib" / _LINKED.get(sys.platform, "libtorch_cpu.so")
     # As torch's own calls are resolved: what the whole process sees comes first.
-    places = [] if sys.platform == "win32" else [None]
-    places += [str(linked)] * (torch.backends.openmp.is_available() and linked.is_file())
+    places: list[str | None] = [] if sys.platform == "win32" else [None]
+    places += [str(linked)] * linked.is_file()
     for library in map(ctypes.CDLL, places):
         gomp, *llvm = (_address(library, name) for name in ("GOMP_parallel", *_LLVM))
         if gomp or all(llvm):
@@ -35,4 +36,5 @@ def entries() -> tuple[int, int, int, int]:
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
-    return ctypes.cast(getattr(library, name, None), ctypes.c_void_p).value or 0
+    found: Any = getattr(library, name, None)
+    return ctypes.cast(found, ctypes.c_void_p).value or 0

@@ -11,12 +11,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import PromptPlace, PromptSide
 from kvpact.kernels.cpu.encode import CodecEncoder
 from kvpact.kernels.cpu.learn import Learning, carry_out, reason
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, exact_tokens
 from kvpact.kernels.cpu.structs import PROMPT, PromptPlan
+from kvpact.kernels.prompt import PromptPlace, PromptSide
 from kvpact.kernels.torch.slots import copies
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TrellisKeyCodec

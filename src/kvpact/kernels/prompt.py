@@ -1,0 +1,51 @@
+"""What a backend is told of a layer's first tokens, where it stores them in one call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kvpact.kernels.sources import SegmentSource, Table
+from kvpact.methods import Codec
+
+
+class PromptSide(NamedTuple):
+    """K or V of a layer's first tokens.
+
+    - `x`: tokens like those to come.
+    - `packed`: how many are packed; `start`: the first one of the tail.
+    - `sinks`: first ones that are copied; `apart`: those of them that count for no group.
+    - `source`: where slots lie as those to come will.
+    """
+
+    x: Tensor
+    packed: int
+    start: int
+    sinks: int
+    apart: int
+    source: SegmentSource
+
+
+class PromptPlace(NamedTuple):
+    """Where K or V of a layer's first tokens go.
+
+    `table`: of the slots, zeros (see `Where`); `tail`, `sinks`: `[B, H, n, D]` without gaps.
+    """
+
+    table: Table
+    tail: Tensor
+    sinks: Tensor | None
+
+
+class PromptRunner(Protocol):
+    """Stores first tokens of layers that are alike, in one call each."""
+
+    def place(self, k: PromptPlace, v: PromptPlace) -> tuple[Codec, Any]:
+        """Return K's codec, which is going to learn if it has to, and what `run` is told.
+
+        All that lives on is made here, before any layer's tokens come.
+        """
+
+    def run(self, place: Any, k: Tensor, v: Tensor, q: Tensor | None) -> bool:
+        """Learn, encode and copy; False where what is learnt is no number: nothing is stored."""
