@@ -16,14 +16,14 @@ NATIVE := $(shell find src/kvpact/kernels/cpu -name '*.cpp' -o -name '*.h')
 
 # Torch's threads spin while they wait for each other. Where something else runs on a core, that made
 # everything ten times slower; waiting passively costs next to nothing on an idle machine.
-export OMP_WAIT_POLICY ?= passive
+TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 # One test process per core, at most four, each with one torch thread: more of either is slower.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
 IN_PARALLEL := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-PYTEST := OMP_NUM_THREADS=1 $(PY) $(IN_PARALLEL)
+PYTEST := $(TESTS) $(PY) $(IN_PARALLEL)
 
 # vLLM pins what it needs, so it has an environment of its own.
 ENGINES := .venv-vllm
@@ -45,7 +45,7 @@ demo: $(BUILT) ## a real model on compressed caches: texts side by side
 # tests/check.txt is chosen by the faults that a test catches (tools/faults/caught.json) in the least time.
 check: lint $(BUILT) ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
 	@echo "checking …"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
+	@$(TESTS) $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
 
 test: lint $(BUILT) ## lint, types, layers, then the tests
 	@echo "testing …"
@@ -58,10 +58,10 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
 	@command -v redis-server >/dev/null || echo "redis-server is not there, its tests are left out (Debian: apt-get install redis-server)"
 	@rm -rf build/wheel && $(EPIP) wheel --no-deps -w build/wheel .
-	@OMP_NUM_THREADS=1 $(EPY) $(IN_PARALLEL) -m engine -o timeout=1800 -rs tests/engines
+	@$(TESTS) $(EPY) $(IN_PARALLEL) -m engine -o timeout=1800 -rs tests/engines
 
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
-	@OMP_NUM_THREADS=1 $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
+	@$(TESTS) $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
 
 test-llama: $(BUILT) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
 	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
@@ -84,7 +84,7 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 	@$(VENV)/bin/lint-imports --no-logo
 
 faults: $(BUILT) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
-	@OMP_NUM_THREADS=1 $(PY) tools/faults/run.py --out tools/faults/caught.json
+	@$(TESTS) $(PY) tools/faults/run.py --out tools/faults/caught.json
 
 bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: an hour, into build/bench
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)
@@ -106,6 +106,7 @@ bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
 	@$(PY) benchmarks/process.py --dtypes float32 --threads 1 --tokens 512 4000 --runs 3 --out $(BENCH)
 	@$(PY) benchmarks/long_lived.py --runs 1 --out $(BENCH)
+	@$(PY) benchmarks/told.py
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 
@@ -130,7 +131,7 @@ fuzz: $(BUILT) ## coverage-guided fuzzing of the snapshot reader, ten minutes (F
 
 build/cases: $(BUILT) $(wildcard tests/kernels/*.py)
 	@mkdir -p build
-	@OMP_NUM_THREADS=1 $(PY) tests/kernels/record.py $@
+	@$(TESTS) $(PY) tests/kernels/record.py $@
 
 sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSanitizer, at every SIMD level
 	@for kind in address thread; do \

@@ -27,7 +27,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import transformers
 from leaderboard_contenders import contender, installed, points

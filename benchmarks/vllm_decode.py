@@ -41,7 +41,6 @@ def engine(settings, options, threads, clock="wall"):
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
     }
     env |= settings
     command = [sys.executable, __file__, "--clock", clock, "--child", json.dumps(options)]

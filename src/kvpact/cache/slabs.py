@@ -43,8 +43,8 @@ class SlabShape:
         ordered = sorted(fields, key=_order)
         units = [(batch, heads, tokens // field.tokens, *field.shape) for field in ordered]
         sizes = (prod(x) * field.dtype.itemsize for x, field in zip(units, ordered, strict=True))
-        *begins, self.size = accumulate(sizes, initial=0)
-        found = zip(ordered, begins, [*begins[1:], self.size], units, strict=True)
+        ends = list(accumulate(sizes, initial=0))
+        self.size, found = ends[-1], zip(ordered, ends[:-1], ends[1:], units, strict=True)
         self.places = {x.name: _Place(begin, end, x.dtype, unit) for x, begin, end, unit in found}
         self._offsets: dict[int, Table] = {}
 

@@ -222,6 +222,7 @@ float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch,
     const Table *table = table_of(level);
     if (!table) return NAN;
     const int64_t size = dtype == KVP_F32 ? 4 : 2, all = batch * heads * tokens * dim;
+    if (all < 1) return 0;
     // Rows without gaps are read in one go.
     if (x->token == dim * size || tokens == 1) {
         dim *= tokens;
