@@ -1,6 +1,8 @@
 """The first tokens of a layer like another one's, in one call, against the ordinary way."""
 
+import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -131,3 +133,42 @@ def test_nothing_that_was_made_ahead_outlives_the_prompt():
     other = made(SHAPES[0], 300, torch.float32, 4, strided=True)
     alone = new_cache("trellis:bits=4", SHAPES[0], torch.float32)
     assert torch.equal(cache.attend(3, **other), alone.attend(0, **other))
+
+
+@needs_native
+def test_layers_may_be_given_to_threads():
+    layers, shape = 24, SHAPES[0]
+    cache, alone = (new_cache("trellis:bits=4", shape, torch.float32, layers) for _ in range(2))
+    given = [made(shape, 150, torch.float32, layer, strided=True) for layer in range(layers)]
+    cache.attend(0, **given[0])
+    start, found = threading.Barrier(4), {}
+
+    def work(first):
+        start.wait()
+        for layer in range(first, layers, 4):
+            if layer:
+                found[layer] = cache.attend(layer, **given[layer])
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for layer in range(1, layers):
+        assert torch.equal(found[layer], alone.attend(layer, **given[layer]))
+
+
+@needs_native
+def test_a_copy_between_a_prompt_and_a_step_goes_on_alone():
+    shape = SHAPES[0]
+    cache = new_cache("trellis:bits=4", shape, torch.float32)
+    for layer in range(2):
+        cache.attend(layer, **made(shape, 150, torch.float32, layer, strided=True))
+    fork, other = cache.fork(), copy.deepcopy(cache)
+    third = made(shape, 150, torch.float32, 5, strided=True)
+    outputs = [one.attend(2, **third) for one in (cache, fork, other)]
+    step = made(shape, 1, torch.float32, 6, strided=False)
+    for one in (cache, fork, other):
+        outputs.append(one.attend(2, **step))
+    assert all(torch.equal(outputs[0], x) for x in outputs[:3])
+    assert all(torch.equal(outputs[3], x) for x in outputs[3:])

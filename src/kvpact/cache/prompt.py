@@ -8,6 +8,7 @@ leave free.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ class Prompt:
         self, sides: tuple[Side, Side], plan: Plan, runner: PromptRunner, layers: int
     ) -> None:
         self._sides, self._plan, self._runner = sides, plan, runner
-        self._layers, self._ready = layers, list[Ready]()
+        self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
 
     @classmethod
     def like(
@@ -144,11 +145,12 @@ class Prompt:
         assert k is not None and v is not None
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
-        if not self._ready:
-            with giving_back(0):
-                self._ready = [self._made() for _ in range(max(self._layers, 1))]
-            self._layers = 0
-        ready = self._ready.pop()
+        with self._lock:  # layers may be given to threads
+            if not self._ready:
+                with giving_back(0):
+                    self._ready = [self._made() for _ in range(max(self._layers, 1))]
+                self._layers = 0
+            ready = self._ready.pop()
         if not self._runner.run(ready.place, k, v, q):
             return None
         k_side, v_side = self._sides
