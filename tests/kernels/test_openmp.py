@@ -36,6 +36,19 @@ def work(tokens=600):
 def told(*given):
     return raw.kvp_openmp(*(ctypes.c_void_p(x) for x in given))
 
+def in_a_child(threads):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(threads)  # torch's own are gone
+        os.write(writing, work().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reading, 100).decode()
+
+torch.set_num_threads(2)
+torch.ones(512, 512) @ torch.ones(512, 512)  # torch's threads are there, kvpact has had none
+found["early"] = in_a_child(1)
 torch.set_num_threads(1)
 found["one"] = work()
 torch.set_num_threads(3)
@@ -49,15 +62,7 @@ for _ in range(4):
 for thread in threads:
     thread.join()
 found["several"] = several
-reading, writing = os.pipe()
-child = os.fork()
-if not child:
-    torch.set_num_threads(1)  # torch's own threads are gone
-    raw.kvp_openmp.restype = ctypes.c_int
-    os.write(writing, work().encode())
-    os._exit(0)
-os.waitpid(child, 0)
-found["child"] = os.read(reading, 100).decode()
+found["child"] = in_a_child(1)
 
 calls = []
 @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint,
@@ -111,7 +116,9 @@ def test_whoever_carries_calls_out_the_results_are_the_same(policy):
     found = run(**{"OMP_WAIT_POLICY": policy} if policy else {})
     where = "kvpact's own" if policy else "torch's OpenMP"
     assert found["threads"] == f"native calls on {where}"
-    same = {found[name] for name in ("one", "all", "fewer", "child", "gomp", "llvm", "own")}
+    same = {
+        found[name] for name in ("one", "early", "all", "fewer", "child", "gomp", "llvm", "own")
+    }
     assert same == {found["one"]}
     assert found["several"] == 4 * [found["one"]]
     # All threads of a team take part, however few parts there are: a smaller one would end some.

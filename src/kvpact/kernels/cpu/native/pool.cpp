@@ -126,28 +126,32 @@ struct Pool {
 // OpenMP's, so it begins with a new pool and goes on without OpenMP.
 std::atomic<Pool *> pool{nullptr};
 
+void watch_forks() {
+#if !defined(_WIN32)
+    static std::once_flag once;
+    std::call_once(once, [] {
+        pthread_atfork(nullptr, nullptr, [] {
+            pool.store(nullptr);
+            openmp.gomp = nullptr;
+            openmp.fork = nullptr;
+        });
+    });
+#endif
+}
+
 Pool *current() {
+    watch_forks();
     Pool *p = pool.load();
     if (p) return p;
     Pool *made = new Pool;
-    if (pool.compare_exchange_strong(p, made)) {
-#if !defined(_WIN32)
-        static std::once_flag once;
-        std::call_once(once, [] {
-            pthread_atfork(nullptr, nullptr, [] {
-                pool.store(nullptr);
-                kvp_openmp(nullptr, nullptr, nullptr, nullptr);
-            });
-        });
-#endif
-        return made;
-    }
+    if (pool.compare_exchange_strong(p, made)) return made;
     delete made;
     return p;
 }
 } // namespace
 
 int kvp_openmp(void *gomp, void *fork, void *caller, void *threads) {
+    watch_forks();
     openmp.caller = (int32_t(*)(void *))caller;
     openmp.threads = (void (*)(void *, int32_t, int32_t))threads;
     openmp.fork = (void (*)(void *, int32_t, void *, ...))fork;
