@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpact
 from kvpact import AttendConfig, CacheGeometry, create_cache, parse_spec
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
@@ -89,7 +90,7 @@ def in_model(spec: str) -> Call:
     """Return what gives a tiny Llama with a new cache so many tokens."""
     model = tiny()
     cache = CompressedCache(model, spec)
-    return lambda tokens: model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+    return lambda tokens: model(torch.ones(1, tokens, dtype=torch.long), **named(cache))
 
 
 WAYS: dict[str, Callable[[str], Call]] = {"bare": bare, "transformers": in_model}

@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOKEN = torch.tensor([[5]])
@@ -54,7 +55,7 @@ def prefill(model_name: str, text: str, tokens: int, path: Path, threads: int) -
         raise SystemExit(f"the text has {ids.shape[1]} tokens, fewer than {tokens}")
     cache = DynamicCache(config=model.config)
     for start in range(0, tokens, CHUNK):
-        model(ids[:, start : start + CHUNK], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, start : start + CHUNK], **named(cache), logits_to_keep=1)
     found = {f"k{i}": layer.keys.contiguous() for i, layer in enumerate(cache.layers)}
     save_file(found | {f"v{i}": x.values.contiguous() for i, x in enumerate(cache.layers)}, path)
 
@@ -93,7 +94,7 @@ def serve(pipe: Connection, model_name: str, candidate: Candidate, path: Path) -
     model, _ = load_model(model_name, dtype=dtype)
     warm = candidate.make(model)
     for _ in range(3):  # libraries make room for themselves, and quanto compiles
-        model(TOKEN, past_key_values=warm)
+        model(TOKEN, **named(warm))
     del warm
     before = resident()
     cache = candidate.make(model)
@@ -102,7 +103,7 @@ def serve(pipe: Connection, model_name: str, candidate: Candidate, path: Path) -
 
     def step() -> float:
         start = time.perf_counter()
-        model(TOKEN, past_key_values=cache)
+        model(TOKEN, **named(cache))
         return time.perf_counter() - start
 
     def peak() -> int:

@@ -37,6 +37,7 @@ from gpu_timing import (
 from machine import about, head, save
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import AttendCall
 
 Row = dict[str, Any]
@@ -274,9 +275,9 @@ def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
             forget()
             with torch.no_grad():
                 for part in ids[:, :tokens].split(2048, 1):
-                    network(part, past_key_values=cache, logits_to_keep=1)
+                    network(part, **named(cache), logits_to_keep=1)
             step = ids[:, tokens : tokens + 1]
-            works[name] = lambda n=network, c=cache, s=step: n(s, past_key_values=c)
+            works[name] = lambda n=network, c=cache, s=step: n(s, **named(c))
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
             peaks[name] = peak_memory()

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 SPECS = ("none", "turboquant:bits=4", "trellis:bits=4", "int:bits=8")
 TOKENS = (512, 2048, 8192)
@@ -58,12 +59,12 @@ def main() -> None:
                 CompressedCache(decoder, spec, k_eq_v=True),
             ]
             for cache in caches:
-                decoder(ids, past_key_values=cache, logits_to_keep=1)
+                decoder(ids, **named(cache), logits_to_keep=1)
             times: list[list[float]] = [[], [], []]
             for _ in range(STEPS):
                 for taken, cache in zip(times, caches, strict=True):
                     begin = time.thread_time()
-                    decoder(ids[:, :1], past_key_values=cache)
+                    decoder(ids[:, :1], **named(cache))
                     taken.append(1e3 * (time.thread_time() - begin))
             theirs, apart, alone = map(median, times)
             smaller = caches[1].nbytes / caches[2].nbytes

@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 Row = dict[str, Any]
 Make = Callable[[], Cache]
@@ -39,7 +40,7 @@ Make = Callable[[], Cache]
 def timed(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache) -> float:
     """Carry out one forward pass; return seconds."""
     begin = perf_counter()
-    model(tokens, past_key_values=cache, logits_to_keep=1)
+    model(tokens, **named(cache), logits_to_keep=1)
     return perf_counter() - begin
 
 

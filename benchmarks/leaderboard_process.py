@@ -27,6 +27,7 @@ from kvpact.data import book_path
 from kvpact.evaluate import MetricAccumulator, score_tokens
 from kvpact.evaluate.feed import chunks, first_tokens
 from kvpact.integrations.models import load_model
+from kvpact.integrations.transformers.versions import named
 
 LAST = 64  # tokens given to the model after most were stored: as in the middle of a generation
 
@@ -75,7 +76,7 @@ def timed(
     On one thread these are the seconds of a quiet machine, whatever else runs on it.
     """
     start = time.process_time()
-    found = model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=keep)
+    found = model(input_ids=ids[None], **named(cache), use_cache=True, logits_to_keep=keep)
     return time.process_time() - start, found.logits[0]
 
 

@@ -33,6 +33,7 @@ from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable, evalu
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import giving_back
 from kvpact.stores import open_store
 
@@ -60,7 +61,7 @@ class World:
     def filled(self, tokens: int, **options: Any) -> CompressedCache:
         """Return a cache of a prompt and a step."""
         cache = CompressedCache(self.model, self.spec, **options)
-        self.generate(self.ids[:, :tokens], 2, past_key_values=cache)
+        self.generate(self.ids[:, :tokens], 2, **named(cache))
         return cache
 
     def over(self) -> float:
@@ -83,7 +84,7 @@ def chat(world: World) -> Sizes:
     cache, ids = CompressedCache(world.model, world.spec), world.ids[:, :0]
     for turn in range(20):
         ids = torch.cat([ids, world.ids[:, 200 * turn : 200 * turn + 200]], 1)
-        ids = world.generate(ids, 24, past_key_values=cache)
+        ids = world.generate(ids, 24, **named(cache))
     return world.sizes(cache.nbytes)
 
 
@@ -144,7 +145,7 @@ def saved(world: World, folder: str | None = None) -> Sizes:
             cache, ids = CompressedCache(world.model, "turboquant:bits=4"), world.ids[:, :tokens]
             prefixes = prefix_cache(store, world.model, cache)
             with torch.no_grad():
-                world.model(ids, past_key_values=cache, logits_to_keep=1)
+                world.model(ids, **named(cache), logits_to_keep=1)
             found["saved, copies"] = world.copies(partial(prefixes.save, ids), cache)
         return world.sizes(cache.nbytes) | found
 
@@ -177,7 +178,7 @@ def budget(world: World) -> Sizes:
     """4,000 tokens in chunks of 64 within 24 MB, on one thread."""
     torch.set_num_threads(1)  # two wait for each other at every operation of so few tokens
     cache = CompressedCache(world.model, budget="24MB")
-    given = {"past_key_values": cache, "prefill_chunk_size": 64}
+    given = {"prefill_chunk_size": 64, **named(cache)}
     world.generate(world.ids[:, :4000], 16, **given)
     return world.sizes(cache.nbytes)
 
@@ -190,7 +191,7 @@ def pages(world: World) -> Sizes:
     world.model.set_attn_implementation("kvpact")
     with torch.no_grad():
         for ids in (world.ids[:, :4000], *world.ids[:, 4000:4016].split(1, 1)):
-            world.model(ids, past_key_values=batch, logits_to_keep=1)
+            world.model(ids, **named(batch), logits_to_keep=1)
     return world.sizes(pool.memory_usage())
 
 
@@ -198,14 +199,14 @@ def batch(world: World) -> Sizes:
     """8 rows of 1,000 tokens."""
     cache = CompressedCache(world.model, world.spec)
     rows = world.ids[0, :8000].view(8, 1000)
-    world.generate(rows, 16, past_key_values=cache)
+    world.generate(rows, 16, **named(cache))
     return world.sizes(cache.nbytes)
 
 
 def beams(world: World) -> Sizes:
     """4 beams behind a prompt of 2,000 tokens."""
     cache = CompressedCache(world.model, world.spec)
-    world.generate(world.ids[:, :2000], 32, past_key_values=cache, num_beams=4)
+    world.generate(world.ids[:, :2000], 32, **named(cache), num_beams=4)
     return world.sizes(cache.nbytes)
 
 

@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 
 def made(spec: str, model: PreTrainedModel) -> Cache:
@@ -38,7 +39,7 @@ def measure(
     given = {"prefill_chunk_size": chunk} if chunk else {}
     before = peak_start()
     network.generate(
-        ids, past_key_values=cache, min_new_tokens=steps, max_new_tokens=steps, **greedy, **given
+        ids, **named(cache), min_new_tokens=steps, max_new_tokens=steps, **greedy, **given
     )
     peak = peak_over(before)
     return {"cache": held_bytes(cache), "peak": peak, "after": resident() - before}

@@ -29,6 +29,7 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 Row = dict[str, Any]
 STORING = ("prepare", "write")  # calls of a layer; the second one encodes
@@ -74,7 +75,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 cache = CompressedCache(model.config, spec)
                 with storing() as seconds:
                     begin = perf_counter()
-                    model(ids, past_key_values=cache, logits_to_keep=1)
+                    model(ids, **named(cache), logits_to_keep=1)
                     whole = perf_counter() - begin
                 if turn:  # the first round warms up
                     found.append((whole, seconds["write"], sum(seconds.values())))

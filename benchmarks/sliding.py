@@ -23,6 +23,7 @@ from kvpact import CompressedCache
 from kvpact.data import book_path
 from kvpact.evaluate.feed import chunks, first_tokens, forward
 from kvpact.integrations.models import load_model
+from kvpact.integrations.transformers.versions import named
 
 DEFAULT = "trellis:bits=4"
 CHUNK, STEPS = 256, 40
@@ -47,7 +48,7 @@ def nbytes(model: Any, ids: Tensor, tokens: int) -> list[int]:
     made = [CompressedCache(model, DEFAULT), CompressedCache(model, DEFAULT, sliding=DEFAULT)]
     for cache in made:
         for part in ids[:tokens].split(512):
-            model(part[None], past_key_values=cache, logits_to_keep=1)
+            model(part[None], **named(cache), logits_to_keep=1)
     return [cache.nbytes for cache in made]
 
 
@@ -63,14 +64,14 @@ def steps(model: Any, ids: Tensor, lengths: list[int]) -> None:
     for tokens in lengths:
         for cache in caches.values():
             for part in ids[held:tokens].split(512):
-                model(part[None], past_key_values=cache, logits_to_keep=1)
+                model(part[None], **named(cache), logits_to_keep=1)
         held = tokens
         times: dict[str, list[float]] = {name: [] for name in caches}
         copies = copy.deepcopy(caches)
         for token in ids[tokens : tokens + STEPS]:
             for name, cache in copies.items():
                 begin = time.perf_counter()
-                model(token.view(1, 1), past_key_values=cache)
+                model(token.view(1, 1), **named(cache))
                 times[name].append(time.perf_counter() - begin)
         medians = [statistics.median(found[4:]) for found in times.values()]
         print(f"{tokens:>8}" + "".join(f"{1e3 * x:14.2f}" for x in medians), flush=True)

@@ -19,6 +19,7 @@ from kvpact.data import book_path
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 
 MORE = 384
@@ -49,7 +50,7 @@ def main() -> None:
                 prefixes.prefill(prompt)
                 seconds.append(time.perf_counter() - begin)
         with torch.no_grad():
-            logits.append(model(more, past_key_values=cache).logits[0].double().log_softmax(-1))
+            logits.append(model(more, **named(cache)).logits[0].double().log_softmax(-1))
         computed, loaded = seconds
         print(f"{windows:10}{computed:14.2f}{loaded:12.3f}{computed / loaded:11.1f}x")
     exact, rounded = logits

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 STEPS = 8
 
@@ -26,10 +27,10 @@ STEPS = 8
 def timed(model: PreTrainedModel, ids: torch.Tensor, count: int) -> tuple[float, float]:
     """Return the seconds of a prompt, and of a step."""
     cache, begin = DynamicCache(config=model.config), perf_counter()
-    model(ids[:, :count], past_key_values=cache, logits_to_keep=1)
+    model(ids[:, :count], **named(cache), logits_to_keep=1)
     prompt, begin = perf_counter() - begin, perf_counter()
     for token in ids[:, count : count + STEPS].split(1, 1):
-        model(token, past_key_values=cache, logits_to_keep=1)
+        model(token, **named(cache), logits_to_keep=1)
     return prompt, (perf_counter() - begin) / STEPS
 
 
@@ -51,8 +52,8 @@ def main() -> None:
         for told in (False, True):
             if told:
                 other = CompressedCache(model)
-                model(ids[:, :4000], past_key_values=other, logits_to_keep=1)
-                model(ids[:, 4000:4001], past_key_values=other, logits_to_keep=1)
+                model(ids[:, :4000], **named(other), logits_to_keep=1)
+                model(ids[:, 4000:4001], **named(other), logits_to_keep=1)
                 model.set_attn_implementation("sdpa")
             for count in options.tokens:
                 rounds = [timed(model, ids, count) for _ in range(options.rounds + 2)][2:]

@@ -64,7 +64,7 @@ def forward(model: Any, cache: PagedKVCache, seqs: list[int], tokens: list[list[
     output = model(
         torch.tensor(tokens),
         position_ids=torch.tensor(positions),
-        past_key_values=PagedBatch(model.config, cache, seqs),
+        cache=PagedBatch(model.config, cache, seqs),
         logits_to_keep=1,
     )
     return output.logits[:, -1].argmax(-1).tolist()

@@ -10,6 +10,7 @@ from transformers import Gemma3ForCausalLM, LlamaForCausalLM, QuantizedCache  # 
 
 import kvpact
 from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.versions import cache_of, named
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_model_is_enabled_with_bits(model):
     with kvpact.enable(model, bits=3) as enabled:
         assert "trellis:bits=3" in repr(enabled)
         out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
-    assert out.past_key_values.stats()["spec"] == "trellis:bits=3"
+    assert cache_of(out).stats()["spec"] == "trellis:bits=3"
 
 
 def test_a_cache_tells_what_it_holds(model):
@@ -137,11 +138,11 @@ def test_a_cache_tells_what_it_holds(model):
     empty = cache.stats()
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
-        model(torch.arange(50)[None], past_key_values=cache)
+        model(torch.arange(50)[None], **named(cache))
         # 2 layers, K and V of 2 heads of 32 numbers of 4 bytes: all tokens wait as they are.
         assert repr(cache).endswith("50 tokens · 51.20 kB · 100 % of an exact cache>")
         assert cache.nbytes == 50 * 2 * 2 * 2 * 32 * 4 and cache.saved == 0
-        model(torch.arange(500)[None] % 64, past_key_values=cache)
+        model(torch.arange(500)[None] % 64, **named(cache))
     exact = 550 * 2 * 2 * 2 * 32 * 4
     assert cache.nbytes == cache.memory_usage() == cache.stats()["bytes"]["total"]
     assert cache.saved == 1 - cache.nbytes / exact and 0.4 < cache.saved < 0.8
@@ -154,7 +155,7 @@ def test_layers_that_stay_as_they_are_count_in_a_models_cache():
     torch.manual_seed(0)
     cache = kvpact.CompressedCache(config)
     with torch.inference_mode():
-        Gemma3ForCausalLM(config).eval()(torch.arange(600)[None] % 64, past_key_values=cache)
+        Gemma3ForCausalLM(config).eval()(torch.arange(600)[None] % 64, **named(cache))
     own = cache.stats()["own_bytes"]
     assert own == 2 * 15 * 32 * 4 and cache.nbytes == cache.memory_usage()
     assert cache.saved == 1 - cache.nbytes / (own + 600 * 2 * 32 * 4)

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from kvpact.data import book_path
 from kvpact.integrations.transformers.recent import recent_cache
+from kvpact.integrations.transformers.versions import named
 
 BUDGETS = "450kB,140kB"
 
@@ -58,8 +59,8 @@ def test_an_exact_window_holds_the_first_and_the_last_tokens():
     ids = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(3))
     cache, exact = recent_cache(model.config, 20), DynamicCache(config=model.config)
     for part in ids.split(10, dim=1):
-        found = model(input_ids=part, past_key_values=cache).logits
-        wanted = model(input_ids=part, past_key_values=exact).logits
+        found = model(input_ids=part, **named(cache)).logits
+        wanted = model(input_ids=part, **named(exact)).logits
         assert torch.equal(found, wanted) == (exact.get_seq_length() <= 30)
     assert cache.get_seq_length() == 60
     keys, whole = cache.layers[0].keys, exact.layers[0].keys

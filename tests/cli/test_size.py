@@ -26,6 +26,7 @@ from kvpact.errors import GeometryError
 from kvpact.integrations.sizes import PARTS, SPECS, layers_of, not_planned, planned
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.versions import named
 
 # --- a geometry ------------------------------------------------------------------------------
 
@@ -152,7 +153,7 @@ def test_size_of_a_model_is_what_its_cache_holds(name, tmp_path):
     for row in document["rows"]:
         cache = CompressedCache(model, row["spec"])
         with torch.no_grad():
-            model(torch.zeros(rows, tokens, dtype=torch.long), past_key_values=cache)
+            model(torch.zeros(rows, tokens, dtype=torch.long), **named(cache))
         assert row["compressed"] == cache.stats()["bytes"]["total"] > 0
         assert row["own"] == sum(held_by(layer) for layer in cache.layers)
         assert row["total"] == row["compressed"] + row["own"] == cache.memory_usage()
@@ -169,7 +170,7 @@ def test_size_of_packed_windows_is_what_they_hold(sliding, tokens, tmp_path):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = CompressedCache(model, "int:bits=8", sliding=sliding)
     with torch.no_grad():
-        model(torch.arange(2 * tokens).view(2, -1) % 128, past_key_values=cache)
+        model(torch.arange(2 * tokens).view(2, -1) % 128, **named(cache))
     args = ("--tokens", tokens, "--batch", 2, "--dtype", "float32", "--sliding", sliding)
     (row,) = json.loads(good("size", tmp_path, "int:bits=8", *args, "--json"))["rows"]
     assert row["total"] == cache.memory_usage()

@@ -15,6 +15,7 @@ from vllm_prompts import ids
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
 from kvpact.integrations.lmcache.serde import key_hash
+from kvpact.integrations.transformers.versions import cache_of, named
 
 UNABLE = why_not() if find_spec("mooncake") else None
 pytestmark = [
@@ -61,7 +62,7 @@ class Model:
     @torch.no_grad()
     def chunks(self, prompt):
         """Return K and V of a prompt's chunks, `[L, H, T, D]` each."""
-        held = self._model(torch.tensor([prompt]), use_cache=True).past_key_values
+        held = cache_of(self._model(torch.tensor([prompt]), use_cache=True))
         k, v = (torch.stack(x) for x in zip(*[(one[0][0], one[1][0]) for one in held], strict=True))
         whole = len(prompt) // CHUNK * CHUNK
         sides = (x[:, :, :whole].split(CHUNK, dim=2) for x in (k, v))
@@ -78,7 +79,7 @@ class Model:
                 held.update(k[layer][None], v[layer][None], layer)
         new, answer = prompt[CHUNK * len(chunks) :], []
         for _ in range(NEW):
-            logits = self._model(torch.tensor([new]), past_key_values=held, use_cache=True).logits
+            logits = self._model(torch.tensor([new]), **named(held), use_cache=True).logits
             new = [int(logits[0, -1].argmax())]
             answer += new
         return answer

@@ -19,6 +19,7 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.free_running import distinct_percent, running_mean
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_scores_are_those_of_steps_fed_by_hand(model, prompt, result):
     with torch.inference_mode():
         for piece in pieces:
             logits, other = (
-                model(piece[None], past_key_values=cache).logits[0, -1:] for cache in (exact, coded)
+                model(piece[None], **named(cache)).logits[0, -1:] for cache in (exact, coded)
             )
             scores = score_tokens(logits, other, logits.argmax(-1))
             kl.append(scores.kl.item())

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import transformers
 
+from kvpact.integrations.transformers.versions import CACHE
+
 _INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 _MODELS = Path(transformers.__file__).parent / "models"
 _ATTENTION = object()
@@ -16,7 +18,7 @@ def attention_arguments():
     found = defaultdict(set)
     for path in sorted(_MODELS.glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        if _INTERFACES in text and "past_key_values" in text:
+        if _INTERFACES in text and CACHE in text:
             for name in _passed(ast.parse(text)):
                 found[name].add(path.parent.name)
     return dict(found)

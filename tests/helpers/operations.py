@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from kvpact import Snapshot
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
+from kvpact.integrations.transformers.versions import named
 from kvpact.spec import DEFAULT_SPEC
 from kvpact.stores import MemoryStore
 
@@ -54,7 +55,7 @@ def _run(model: Any, cache: Any, ids: Tensor, begin: int = 0) -> Tensor:
     sizes = [*sizes, ids.shape[1] - sum(sizes)] if ids.shape[1] > 7 else [ids.shape[1]]
     for part in ids.split(sizes, dim=1):
         places = torch.arange(begin, begin + part.shape[1])[None].expand(part.shape[0], -1)
-        given = {"position_ids": places, "past_key_values": cache, "use_cache": True}
+        given = {"position_ids": places, "use_cache": True, **named(cache)}
         with torch.no_grad():
             made.append(model(part, **given).logits)
         begin += part.shape[1]
@@ -95,7 +96,7 @@ def beams(model: Any) -> None:
 def _generated(model: Any, **options: Any) -> None:
     given = {**_GREEDY, **options}
     caches = DynamicCache(config=model.config), _cache(model)
-    one, other = (model.generate(_IDS[:, :50], **given, past_key_values=x) for x in caches)
+    one, other = (model.generate(_IDS[:, :50], **given, **named(x)) for x in caches)
     if not torch.equal(one, other):
         raise _Wrong
 
@@ -103,12 +104,12 @@ def _generated(model: Any, **options: Any) -> None:
 def turns(model: Any) -> None:
     """A second turn on the cache of the first."""
     cache = _cache(model)
-    first = model.generate(_IDS[:, :30], **_GREEDY, past_key_values=cache)
+    first = model.generate(_IDS[:, :30], **_GREEDY, **named(cache))
     text = torch.cat([first, _IDS[:, 60:80]], 1)
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(first[:, :-1], past_key_values=theirs)
-    one, other = (model.generate(text, **_GREEDY, past_key_values=x) for x in (theirs, cache))
+        model(first[:, :-1], **named(theirs))
+    one, other = (model.generate(text, **_GREEDY, **named(x)) for x in (theirs, cache))
     if not torch.equal(one, other):
         raise _Wrong
 

@@ -29,6 +29,8 @@ from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
 from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
+from kvpact.integrations.transformers.versions import named
+
 WINDOW = 16
 """Tokens of layers with a window."""
 Sizes = dict[str, Any]
@@ -266,7 +268,7 @@ class TextModel(torch.nn.Module):
 def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:
     """Return the logits of a text that is given to a model in parts."""
     with torch.no_grad():
-        steps = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+        steps = [model(part, **named(cache), use_cache=True).logits for part in parts]
     return torch.cat(steps, dim=1)
 
 

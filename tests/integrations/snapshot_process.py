@@ -17,6 +17,7 @@ import kvpact
 from kvpact import CacheGeometry, PagedKVCache, Snapshot
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, PagedBatch
+from kvpact.integrations.transformers.versions import named
 from kvpact.registry import Alias
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96,
@@ -46,11 +47,11 @@ def calibration() -> dict:
 def contiguous(net, name: str, snapshot: Snapshot | None, folder: Path):
     cache = CompressedCache(net.config, name)
     if snapshot is None:
-        net(PROMPT, past_key_values=cache)
+        net(PROMPT, **named(cache))
         cache.snapshot(token_ids=PROMPT).save(folder / f"{name}.contiguous")
     else:
         cache.restore(snapshot)
-    return net(NEXT, past_key_values=cache).logits
+    return net(NEXT, **named(cache)).logits
 
 
 @torch.no_grad()
@@ -58,11 +59,11 @@ def paged(net, name: str, snapshot: Snapshot | None, folder: Path):
     held = PagedKVCache(name, GEOMETRY, 24, calibration=snapshot or calibration())
     if snapshot is None:
         seqs = [held.allocate() for _ in range(2)]
-        net(PROMPT, past_key_values=PagedBatch(net.config, held, seqs))
+        net(PROMPT, **named(PagedBatch(net.config, held, seqs)))
         held.snapshot(seqs, token_ids=PROMPT).save(folder / f"{name}.paged")
     else:
         seqs = [held.restore(snapshot, row=row) for row in range(2)]
-    return net(NEXT, past_key_values=PagedBatch(net.config, held, seqs)).logits
+    return net(NEXT, **named(PagedBatch(net.config, held, seqs))).logits
 
 
 @torch.no_grad()
@@ -71,11 +72,11 @@ def of_kinds(net, name: str, snapshot: Snapshot | None, folder: Path):
     packed = "trellis:bits=4,window=8" if name == "gemma3" else None
     cache = CompressedCache(net.config, "trellis:bits=4", sliding=packed)
     if snapshot is None:
-        net(PROMPT, past_key_values=cache)
+        net(PROMPT, **named(cache))
         cache.snapshot().save(folder / f"{name}.of_kinds")
     else:
         cache.restore(snapshot)
-    return net(NEXT, past_key_values=cache).logits
+    return net(NEXT, **named(cache)).logits
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, Mi
 
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, register_attention
+from kvpact.integrations.transformers.versions import named
 
 WINDOW = {"head_dim": 16, "sliding_window": 16}
 MODELS = {
@@ -40,14 +41,14 @@ def test_exact_cache_gives_the_same_tokens(name, make_model, sizes, prompt, gree
         register_attention()
         model.set_attn_implementation("kvpact")
     cache = CompressedCache(model.config, "none")
-    got, said = fallbacks(lambda: model.generate(**prompt, **greedy, past_key_values=cache))
+    got, said = fallbacks(lambda: model.generate(**prompt, **greedy, **named(cache)))
     assert got.equal(wanted)
     assert said == []
     layers = cache.stats()["layers"]
     assert layers["native"] == NATIVE.get(name, 0)
     assert layers["compressed"] == len(cache.layers) - layers["native"]
     cache = CompressedCache(model.config, "turboquant:bits=3,center=64,window=8")
-    tokens = model.generate(**prompt, **greedy, past_key_values=cache)
+    tokens = model.generate(**prompt, **greedy, **named(cache))
     assert cache.stats()["tokens"] == tokens.shape[1] - 1
 
 
@@ -60,7 +61,7 @@ def test_a_model_without_full_attention_is_refused(sizes):
 
 def test_recipe_names_layers_of_the_model(llama, prompt):
     cache = CompressedCache(llama.config, {"default": "int:bits=4", "layers": {"-1": "none"}})
-    llama(**prompt, past_key_values=cache)
+    llama(**prompt, **named(cache))
     assert [str(layer.spec) for layer in cache.layers] == ["int:bits=4", "none"]
     assert cache.stats()["spec"] == "mixed"
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import kvpact
 from kvpact.errors import BudgetExceeded, SpecError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
 IDS = torch.randint(3, 128, (1, 900), generator=torch.Generator().manual_seed(5))
@@ -25,7 +26,7 @@ def model():
 def run(model, cache, ids, size=64):
     found = []
     for part in ids.split(size, dim=1):
-        found.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
+        found.append(model(input_ids=part, **named(cache), use_cache=True).logits)
         if isinstance(cache, CompressedCache):
             assert cache.memory_usage() <= BYTES
     return torch.cat(found, 1)
@@ -67,7 +68,7 @@ def test_windows_of_other_layers_are_set_aside(make_model):
         cache.batch_repeat_interleave(2)
     with pytest.raises(BudgetExceeded, match="no room for 64 tokens"):
         small = CompressedCache(model, budget="20kB")
-        model(input_ids=IDS[:, :8], past_key_values=small, use_cache=True)
+        model(input_ids=IDS[:, :8], **named(small), use_cache=True)
 
 
 def test_what_can_t_go_with_a_budget(model):
@@ -84,7 +85,7 @@ def test_enable_takes_a_budget(model):
         found = model.generate(
             IDS[:, :100], max_new_tokens=5, do_sample=False, return_dict_in_generate=True
         )
-    assert found.past_key_values.stats()["budget"]["bytes"] == BYTES
+    assert cache_of(found).stats()["budget"]["bytes"] == BYTES
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def test_a_ladder_is_kept_and_shares_are_of_the_exact_cache(model):
     with kvpact.enable(model, recipe, budget=BYTES):
         options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
         found = model.generate(IDS[:, :100], **options)
-    assert found.past_key_values._shared.budget.sensitivity == wanted
+    assert cache_of(found)._shared.budget.sensitivity == wanted
     exact = kvpact.size(model, "none", 900).rows[0].exact
     cache = CompressedCache(model, budget="50%", context=900)
     assert cache._shared.budget.bytes == exact // 2

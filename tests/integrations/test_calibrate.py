@@ -10,6 +10,7 @@ from kvpact.errors import GeometryError, SpecError
 from kvpact.integrations.transformers import CompressedCache, calibrate, key_offsets, prefix_cache
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.record import seen_attention
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import RowRotation
 from kvpact.stores import MemoryStore
 
@@ -62,8 +63,8 @@ def test_rope_of_a_models_full_attention_layers(make_model, sizes):
     with torch.no_grad():
         exact = model(ids).logits
         cache = CompressedCache(model, "pca:bits=6,window=8", calibration=calibration)
-        found = model(ids[:, :90], past_key_values=cache).logits
-        found = torch.cat([found, model(ids[:, 90:], past_key_values=cache).logits], 1)
+        found = model(ids[:, :90], **named(cache)).logits
+        found = torch.cat([found, model(ids[:, 90:], **named(cache)).logits], 1)
     torch.testing.assert_close(found, exact, atol=0.3, rtol=0.1)
     assert cache._shared.held[0].entry(0).codecs[0].rotation is not None
 
@@ -107,7 +108,7 @@ def test_keys_with_a_large_bias(make_model, sizes):
     for spec in ("none", "pca:bits=4,window=0,sinks=0", "trellis:bits=4"):
         caches[spec] = CompressedCache(model, spec, calibration=calibration)
         with torch.no_grad():
-            model(ids, past_key_values=caches[spec])
+            model(ids, **named(caches[spec]))
     exact, small, _ = (cache.held().dequantize(0, "k") for cache in caches.values())
     assert float((small - exact).norm(dim=-1).mean()) < 0.05 * offsets[0].norm
     # Prefixes and snapshots go from one to the other.
@@ -133,12 +134,12 @@ def test_a_calibrated_cache_follows_the_model(llama, tmp_path):
     calibration.save(path)
     ids = texts(3, 150)[2][None]
     with torch.no_grad():
-        exact = llama(ids, past_key_values=DynamicCache(config=llama.config)).logits[0, 100:]
+        exact = llama(ids, **named(DynamicCache(config=llama.config))).logits[0, 100:]
         error = {}
         for bits in (1, 2, 6):
             cache = CompressedCache(llama, f"pca:bits={bits},window=8", calibration=path)
-            llama(ids[:, :100], past_key_values=cache)
-            logits = llama(ids[:, 100:], past_key_values=cache).logits[0]
+            llama(ids[:, :100], **named(cache))
+            logits = llama(ids[:, 100:], **named(cache)).logits[0]
             kl = exact.softmax(-1) * (exact.log_softmax(-1) - logits.log_softmax(-1))
             error[bits] = float(kl.sum(-1).mean())
     assert error[6] < 0.02 * error[1] and error[6] < error[2] < error[1]
@@ -153,11 +154,11 @@ def test_prefixes_are_shared_by_a_calibration(llama):
             options["calibration"] = calibration
         with MemoryStore() as store, torch.no_grad():
             first = CompressedCache(llama, calibration=given)
-            wanted = llama(ids, past_key_values=first).logits[:, -1]
+            wanted = llama(ids, **named(first)).logits[:, -1]
             assert prefix_cache(store, llama, first, **options).save(ids) == 3
             second = CompressedCache(llama, calibration=given)
             assert prefix_cache(store, llama, second, **options).load(ids[:, :-1]) == 192
-            found = llama(ids[:, 192:], past_key_values=second).logits[:, -1]
+            found = llama(ids[:, 192:], **named(second)).logits[:, -1]
         cosine = torch.nn.functional.cosine_similarity(wanted, found)
         assert float(cosine) > (0.9 if options else 0.99)
     with MemoryStore() as store, pytest.raises(SpecError):
@@ -169,14 +170,14 @@ def test_a_small_snapshot_is_restored_by_the_caches_own_spec(llama, tmp_path):
     ids = texts(3, 200)[2][None]
     cache = CompressedCache(llama)
     with torch.no_grad():
-        llama(ids[:, :-1], past_key_values=cache)
+        llama(ids[:, :-1], **named(cache))
     held = cache.snapshot(token_ids=ids[:, :-1])
     recode(held, "pca:bits=2", calibration=calibration).save(tmp_path / "a.kv")
     again = CompressedCache(llama)
     again.restore(recode(Snapshot.load(tmp_path / "a.kv"), "trellis:bits=4"))
     assert again.get_seq_length() == 199
     with torch.no_grad():
-        logits = llama(ids[:, -1:], past_key_values=again).logits
+        logits = llama(ids[:, -1:], **named(again)).logits
     assert logits.isfinite().all()
 
 

@@ -8,6 +8,7 @@ from transformers import DynamicCache, JambaConfig
 
 from kvpact.errors import FormatError, GeometryError, IntegrityError, SnapshotError, SpecError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.stores import MemoryStore, StoreWarning
 
@@ -64,12 +65,12 @@ def test_what_was_loaded_goes_on_bit_for_bit(name, length, store, make_model, si
 @every_model
 def test_the_tokens_are_those_without_a_store(name, store, make_model, sizes, ids, greedy):
     model = make_model(KINDS[name](sizes))
-    wanted = model.generate(ids, **greedy, past_key_values=DynamicCache(config=model.config))
+    wanted = model.generate(ids, **greedy, **named(DynamicCache(config=model.config)))
     for loaded in (0, 288):
         cache, prefixes = opened(store, model)
         assert prefixes.match(ids) == loaded
         assert prefixes.prefill(ids) == 288
-        tokens = model.generate(ids, **greedy, past_key_values=cache)
+        tokens = model.generate(ids, **greedy, **named(cache))
         assert torch.equal(tokens, wanted)
         prefixes.save(tokens)
 

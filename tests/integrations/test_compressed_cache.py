@@ -11,13 +11,14 @@ from transformers import DynamicCache, LlamaConfig
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.attention import attention_forward
+from kvpact.integrations.transformers.versions import named
 from kvpact.testing import held_bytes
 
 
 def prefilled(model, prompt, spec="turboquant:bits=4", **options):
     cache = CompressedCache(model.config, spec, **options)
     with torch.no_grad():
-        model(**prompt, past_key_values=cache)
+        model(**prompt, **named(cache))
     return cache
 
 
@@ -38,7 +39,7 @@ def test_padding_longer_than_the_first_chunk(llama, prompt):
                     input_ids=ids[:, start:end],
                     attention_mask=mask[:, :end],
                     position_ids=positions,
-                    past_key_values=held,
+                    **named(held),
                 )
     sinks = inner(cache).k.sinks
     assert torch.equal(sinks[0], exact.layers[0].keys[0, :, 7:10])
@@ -74,8 +75,8 @@ def test_tokens_count_before_they_are_attended(llama):
 def test_crop(llama, prompt, spec):
     cache, short = CompressedCache(llama.config, spec), CompressedCache(llama.config, spec)
     with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
-        llama(**{k: v[:, :33] for k, v in prompt.items()}, past_key_values=short)
+        llama(**prompt, **named(cache))
+        llama(**{k: v[:, :33] for k, v in prompt.items()}, **named(short))
     cache.crop(0)
     assert cache.get_seq_length() == 40
     cache.crop(-7)
@@ -90,7 +91,7 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
     spec = "none"
     llama.set_attn_implementation("eager")
     cache = CompressedCache(llama.config, spec, attention="keep")
-    slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, past_key_values=cache))
+    slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
     assert llama.config._attn_implementation == "eager"
     assert len(said) == 1
     llama.set_attn_implementation("kvpact")
@@ -98,7 +99,7 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
         lambda: llama.generate(
             **prompt,
             **greedy,
-            past_key_values=CompressedCache(llama.config, spec),
+            **named(CompressedCache(llama.config, spec)),
         )
     )
     assert said == []
@@ -113,7 +114,7 @@ def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):
 
     monkeypatch.setattr(KVHandle, "materialize", refuse)
     cache = CompressedCache(llama.config, "turboquant:bits=4")
-    assert llama.generate(**prompt, **greedy, past_key_values=cache).shape == (2, 52)
+    assert llama.generate(**prompt, **greedy, **named(cache)).shape == (2, 52)
 
 
 def test_handles_can_be_read_after_attention(llama):
@@ -133,7 +134,7 @@ def test_handles_can_be_read_after_attention(llama):
 def test_training_is_refused(llama, prompt):
     llama.train()
     with pytest.raises(KVPactError, match=r"model\.eval"):
-        llama(**prompt, past_key_values=CompressedCache(llama.config, "int:bits=8"))
+        llama(**prompt, **named(CompressedCache(llama.config, "int:bits=8")))
 
 
 def test_exact_tokens_are_let_go_once_they_are_stored(llama):
@@ -143,7 +144,7 @@ def test_exact_tokens_are_let_go_once_they_are_stored(llama):
         llama.set_attn_implementation(attention)
         cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
         with torch.no_grad():
-            llama(ids, past_key_values=cache)
+            llama(ids, **named(cache))
         assert cache._shared.waiting == [None, None]
         assert cache.memory_usage() == held_bytes(cache._shared)
 
@@ -151,11 +152,11 @@ def test_exact_tokens_are_let_go_once_they_are_stored(llama):
 def test_a_mask_is_kept_no_longer_than_its_call_and_other_rules_are(llama, prompt):
     cache, token = CompressedCache(llama.config, "none"), prompt["input_ids"][:, :1]
     with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
+        llama(**prompt, **named(cache))
         assert cache._shared.asked is None
         configs = []
         for _ in range(2):
-            llama(token, past_key_values=cache)
+            llama(token, **named(cache))
             configs.append(cache._shared.asked.config)
     assert configs[0] is configs[1] and configs[0].mask is None
 
@@ -211,7 +212,7 @@ def test_packed_only_attends_to_stored_slots(llama, prompt):
     }.items():
         cache = CompressedCache(llama.config, **options)
         with torch.no_grad():
-            logits[name] = llama(**inputs, past_key_values=cache).logits
+            logits[name] = llama(**inputs, **named(cache)).logits
     assert torch.allclose(logits["exact"], logits["new exact"], atol=1e-5)
     assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2
 
@@ -222,17 +223,17 @@ def test_attention_that_refuses_a_mask_stores_nothing(llama, prompt, spec):
     ids = prompt["input_ids"][1:]
     cache = CompressedCache(llama.config, spec)
     with torch.no_grad():
-        llama(ids, past_key_values=cache)
+        llama(ids, **named(cache))
         before = [t.clone() for i in range(2) for t in inner(cache, i).tensors()]
         wrong = torch.ones(1, 1, 30, 69, dtype=torch.bool).tril(39)
         with pytest.raises(GeometryError, match="mask"):
-            llama(ids[:, :30], attention_mask=wrong, past_key_values=cache)
+            llama(ids[:, :30], attention_mask=wrong, **named(cache))
         assert [cache.get_seq_length(i) for i in range(2)] == [40, 40]
         after = [t for i in range(2) for t in inner(cache, i).tensors()]
         assert all(map(torch.equal, before, after))
         twin = CompressedCache(llama.config, spec)
-        llama(ids, past_key_values=twin)
-        assert torch.equal(*(llama(ids, past_key_values=held).logits for held in (cache, twin)))
+        llama(ids, **named(twin))
+        assert torch.equal(*(llama(ids, **named(held)).logits for held in (cache, twin)))
 
 
 def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
@@ -242,10 +243,10 @@ def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
     monkeypatch.setattr(attention, "left_padding", lambda m: looked.append(m) or given(m))
     cache, mask = CompressedCache(llama.config, "none"), prompt["attention_mask"]
     with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
+        llama(**prompt, **named(cache))
         for end in (41, 42):
             row = torch.nn.functional.pad(mask, (0, end - 40), value=1)
-            llama(prompt["input_ids"][:, :1], attention_mask=row, past_key_values=cache)
+            llama(prompt["input_ids"][:, :1], attention_mask=row, **named(cache))
     assert len(looked) == 3
 
 
@@ -291,13 +292,13 @@ def test_a_model_with_more_layers_than_its_cache(make_model, sizes, prompt):
         pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"),
         torch.no_grad(),
     ):
-        large(**prompt, past_key_values=CompressedCache(small, "none"))
+        large(**prompt, **named(CompressedCache(small, "none")))
 
 
 def test_iterating_gives_what_a_dynamic_cache_gives(llama, prompt):
     exact = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(**prompt, past_key_values=exact)
+        llama(**prompt, **named(exact))
     cache = prefilled(llama, prompt, "none")
     for one, other in zip(cache, exact, strict=True):
         for x, y in zip(one[:2], other[:2], strict=True):

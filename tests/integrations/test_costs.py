@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from kvpact.integrations import transformers as ours
 from kvpact.integrations.transformers import CompressedCache, enable, key_offsets, offsets
+from kvpact.integrations.transformers.versions import named
 
 SPEC = "turboquant:bits=4"
 FOLDER = str(Path(ours.__file__).parent)
@@ -46,8 +47,8 @@ def test_a_layer_of_a_step_takes_few_calls(make_model, sizes):
         model = make_model(LlamaConfig(**sizes | {"num_hidden_layers": layers}))
         cache = CompressedCache(model, SPEC)
         for tokens in (100, 1, 1):
-            model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
-        steps[layers] = calls(partial(model, token, past_key_values=cache))
+            model(torch.ones(1, tokens, dtype=torch.long), **named(cache))
+        steps[layers] = calls(partial(model, token, **named(cache)))
     assert (steps[6].total() - steps[2].total()) / 4 <= 11
 
 
@@ -77,8 +78,8 @@ def test_compilers_stay_outside(llama):
     caches = [CompressedCache(llama, SPEC) for _ in range(2)]
     for count in range(20):
         token = (first if count % 2 else second) * (count + 3)
-        wanted = llama(token, past_key_values=caches[0]).logits
-        assert torch.equal(compiled(token, past_key_values=caches[1]).logits, wanted)
+        wanted = llama(token, **named(caches[0])).logits
+        assert torch.equal(compiled(token, **named(caches[1])).logits, wanted)
         if count == 9:
             frames = counters["frames"]["total"]
     assert counters["frames"]["total"] == frames

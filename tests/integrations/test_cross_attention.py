@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import GeometryError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, enable
+from kvpact.integrations.transformers.versions import named
 
 both_depths = pytest.mark.parametrize("layers", [1, 2])
 # mT5 has T5's attention, Marian and Whisper have BART's.
@@ -31,7 +32,7 @@ def test_a_pair_and_enable_give_the_exact_tokens(name, layers, greedy):
     greedy = {**greedy, "max_new_tokens": 12}
     wanted = model.generate(**given, **greedy)
     pair = in_pair(CompressedCache(model, "none"))
-    assert torch.equal(model.generate(**given, **greedy, past_key_values=pair), wanted)
+    assert torch.equal(model.generate(**given, **greedy, **named(pair)), wanted)
     with enable(model, "none"):
         assert torch.equal(model.generate(**given, **greedy), wanted)
 
@@ -47,18 +48,17 @@ def test_a_single_cache_is_refused_and_as_before(name, attention, greedy):
     for _ in range(2):
         # What it says is what `in_pair` makes, which all tests show to be exact.
         with pytest.raises(GeometryError, match="enable") as told:
-            model(**given, decoder_input_ids=ids, past_key_values=cache)
+            model(**given, decoder_input_ids=ids, **named(cache))
         pair = "EncoderDecoderCache(CompressedCache(model, spec), DynamicCache())"
-        assert f"past_key_values={pair}, or none after" in str(told.value)
+        assert f"{CACHE}={pair}, or none after" in str(told.value)
         # T5Gemma's own `generate` refuses it before kvpact does.
         with pytest.raises(ValueError, match="EncoderDecoderCache"):
-            model.generate(**given, **greedy, past_key_values=cache)
+            model.generate(**given, **greedy, **named(cache))
         assert lengths(cache, 2) == [0] * 2
     wanted = model(**given, decoder_input_ids=ids).logits
     pair = in_pair(cache)
     parts = [
-        model(**given, decoder_input_ids=part, past_key_values=pair).logits
-        for part in ids.split(2, dim=1)
+        model(**given, decoder_input_ids=part, **named(pair)).logits for part in ids.split(2, dim=1)
     ]
     assert torch.allclose(torch.cat(parts, 1), wanted, atol=1e-4)
 
@@ -70,17 +70,16 @@ def test_a_filled_cache_is_as_before_a_refusal(name, spec):
     model, given, ids = made(PAIRED, name, 2), source(name), target(60)
 
     pair = in_pair(CompressedCache(model, spec))
-    model(**given, decoder_input_ids=ids[:, :50], past_key_values=pair)
+    model(**given, decoder_input_ids=ids[:, :50], **named(pair))
     untouched, cache = copy.deepcopy(pair), pair.self_attention_cache
     assert not hasattr(cache, "is_updated")
     for part in (ids[:, 50:51], ids[:, 50:]):
         with pytest.raises(GeometryError, match="EncoderDecoderCache"):
-            model(**given, decoder_input_ids=part, past_key_values=cache)
+            model(**given, decoder_input_ids=part, **named(cache))
         assert lengths(cache, 2) == [50] * 2
     for part in (ids[:, 50:51], ids[:, 51:]):
         got, wanted = (
-            model(**given, decoder_input_ids=part, past_key_values=x).logits
-            for x in (pair, untouched)
+            model(**given, decoder_input_ids=part, **named(x)).logits for x in (pair, untouched)
         )
         assert torch.equal(got, wanted)
 
@@ -94,10 +93,10 @@ def second_layer(model):
 def test_an_update_that_failed_is_no_update():
     model, given, ids = made(PAIRED, "bart", 2), source("bart"), target(40)
     pair = in_pair(CompressedCache(model, "int:bits=4,sinks=4,window=8"))
-    model(**given, decoder_input_ids=ids[:, :30], past_key_values=pair)
+    model(**given, decoder_input_ids=ids[:, :30], **named(pair))
 
     def step():
-        return model(**given, decoder_input_ids=ids[:, 30:], past_key_values=pair).logits
+        return model(**given, decoder_input_ids=ids[:, 30:], **named(pair)).logits
 
     first = model.get_decoder().layers[0].self_attn.k_proj
     hook = first.register_forward_hook(lambda *args: args[2] * torch.nan)
@@ -118,10 +117,10 @@ def test_a_call_interrupted_in_its_first_layer_is_reported_and_taken_back(name, 
     cache = CompressedCache(model, "none")
     pair = in_pair(cache)
     if held:
-        model(**given, decoder_input_ids=ids[:, :held], past_key_values=pair)
+        model(**given, decoder_input_ids=ids[:, :held], **named(pair))
 
     def step():
-        return model(**given, decoder_input_ids=ids[:, held:], past_key_values=pair).logits
+        return model(**given, decoder_input_ids=ids[:, held:], **named(pair)).logits
 
     with interrupted(second_layer(model)):
         step()
@@ -137,10 +136,10 @@ def test_an_interrupted_call_beyond_a_window_asks_for_a_reset():
     model, given, ids = made(PAIRED, "t5gemma", 2), source("t5gemma"), target(13)
     cache = CompressedCache(model, "none")
     pair = in_pair(cache)
-    model(**given, decoder_input_ids=ids[:, :12], past_key_values=pair)
+    model(**given, decoder_input_ids=ids[:, :12], **named(pair))
 
     def step():
-        return model(**given, decoder_input_ids=ids[:, 12:], past_key_values=pair).logits
+        return model(**given, decoder_input_ids=ids[:, 12:], **named(pair)).logits
 
     with interrupted(second_layer(model)):
         step()
@@ -149,7 +148,7 @@ def test_an_interrupted_call_beyond_a_window_asks_for_a_reset():
             step()
     pair.reset()
     wanted = model(**given, decoder_input_ids=ids).logits
-    got = model(**given, decoder_input_ids=ids, past_key_values=pair).logits
+    got = model(**given, decoder_input_ids=ids, **named(pair)).logits
     assert torch.allclose(got, wanted, atol=1e-4)
 
 
@@ -160,7 +159,7 @@ def test_a_decoder_by_itself_needs_a_pair_only_with_an_encoder(name):
 
     def logits(cache, **given):
         parts = ids.split(5, dim=1)
-        steps = [model(x, **given, past_key_values=cache, use_cache=True).logits for x in parts]
+        steps = [model(x, **given, **named(cache), use_cache=True).logits for x in parts]
         return torch.cat(steps, 1)
 
     alone, single = CompressedCache(model, "none"), CompressedCache(model, "none")
@@ -175,7 +174,7 @@ def test_a_decoder_by_itself_needs_a_pair_only_with_an_encoder(name):
         logits(alone, **encoded)
     assert lengths(alone, 2) == [12] * 2
     more, both = target(15)[:, 12:], torch.cat([ids, target(15)[:, 12:]], 1)
-    got = model(more, past_key_values=alone, use_cache=True).logits
+    got = model(more, **named(alone), use_cache=True).logits
     assert torch.allclose(got, model(both, use_cache=False).logits[:, 12:], atol=1e-4)
 
 
@@ -186,7 +185,7 @@ def test_gpt2_makes_a_pair_by_itself(layers):
     model, ids = made({"gpt2": lambda _: GPT2LMHeadModel(config)}, "gpt2", layers), target(12)
     given = {"encoder_hidden_states": torch.randn(2, 9, WIDTH)}
     cache = CompressedCache(model, "none")
-    steps = [model(x, **given, past_key_values=cache).logits for x in ids.split(5, dim=1)]
+    steps = [model(x, **given, **named(cache)).logits for x in ids.split(5, dim=1)]
     wanted = model(ids, **given, use_cache=False).logits
     assert torch.allclose(torch.cat(steps, 1), wanted, atol=1e-4)
 
@@ -201,8 +200,8 @@ def test_a_paged_batch_is_refused_and_as_before(name):
     for part in ids.split(2, dim=1):
         held = batch.get_seq_length()
         with pytest.raises(GeometryError, match="EncoderDecoderCache"):
-            model(**given, decoder_input_ids=part, past_key_values=batch)
+            model(**given, decoder_input_ids=part, **named(batch))
         assert lengths(batch, 2) == [held] * 2
         pair = in_pair(batch)
-        got.append(model(**given, decoder_input_ids=part, past_key_values=pair).logits)
+        got.append(model(**given, decoder_input_ids=part, **named(pair)).logits)
     assert torch.allclose(torch.cat(got, 1), wanted, atol=1e-4)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, EncoderDecoderCache, dynamic_modu
 import kvpact
 from kvpact.errors import SpecError
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import cache_of, named
 
 FOLDER = Path(__file__).parents[2] / "examples" / "custom_generate"
 COARSE = "int:bits=2,sinks=0,window=0"
@@ -40,19 +41,19 @@ def run(model, prompt, greedy, **more):
 
 def test_the_folder_gives_the_tokens_of_a_compressed_cache(llama, prompt, greedy):
     exact = llama.generate(**prompt, **greedy)
-    wanted = llama.generate(**prompt, **greedy, past_key_values=CompressedCache(llama, COARSE))
+    wanted = llama.generate(**prompt, **greedy, **named(CompressedCache(llama, COARSE)))
     assert not torch.equal(wanted, exact)
     assert torch.equal(run(llama, prompt, greedy, spec=COARSE), wanted)
-    default = run(llama, prompt, greedy, return_dict_in_generate=True).past_key_values
+    default = cache_of(run(llama, prompt, greedy, return_dict_in_generate=True))
     assert default.stats()["spec"] == "trellis:bits=4"
     own = CompressedCache(llama, "none")
-    assert torch.equal(run(llama, prompt, greedy, past_key_values=own), exact)
+    assert torch.equal(run(llama, prompt, greedy, **named(own)), exact)
     assert own.get_seq_length() == 51
     assert torch.equal(run(llama, prompt, greedy, use_cache=False), exact)
 
 
 def test_a_model_loaded_with_the_folder_generates_with_it(llama, prompt, greedy, tmp_path):
-    wanted = llama.generate(**prompt, **greedy, past_key_values=CompressedCache(llama, COARSE))
+    wanted = llama.generate(**prompt, **greedy, **named(CompressedCache(llama, COARSE)))
     llama.save_pretrained(tmp_path / "model")
     shutil.copytree(FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
@@ -74,8 +75,8 @@ def test_what_is_refused(llama, prompt, greedy):
 
 def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
     pair = run(made(PAIRED, "t5", 2), source("t5"), greedy, return_dict_in_generate=True)
-    assert isinstance(pair.past_key_values, EncoderDecoderCache)
-    assert pair.past_key_values.self_attention_cache.stats()["spec"] == "trellis:bits=4"
+    assert isinstance(cache_of(pair), EncoderDecoderCache)
+    assert cache_of(pair).self_attention_cache.stats()["spec"] == "trellis:bits=4"
 
 
 def test_requirements_are_met_by_this_package_and_what_it_asks_for():

@@ -22,6 +22,7 @@ from kvpact import KeyOffset
 from kvpact.errors import EnableError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
 from kvpact.integrations.transformers.enable import PREPARE
+from kvpact.integrations.transformers.versions import cache_of, named
 
 COARSE = "int:bits=2,sinks=0,window=0"
 """So coarse that its greedy tokens differ from the exact ones: equal ones tell which cache ran."""
@@ -46,7 +47,7 @@ def tokens(model, options, **inputs):
 def test_a_padded_batch_has_the_tokens_of_a_cache_that_is_passed(llama, prompt, greedy, extra):
     options = {**greedy, **extra}
     exact = tokens(llama, options, **prompt)
-    wanted = tokens(llama, {**options, "past_key_values": CompressedCache(llama, COARSE)}, **prompt)
+    wanted = tokens(llama, {**options, **named(CompressedCache(llama, COARSE))}, **prompt)
     assert not torch.equal(wanted, exact)
     enable(llama, COARSE)
     for _ in range(2):  # every call has a cache of its own
@@ -74,14 +75,14 @@ def test_drafts_of_the_first_layers_have_the_specs_of_those(llama, prompt, greed
     with enable(llama, {"default": "none", "layers": {layer: "none"}}, key_offsets={1: offset}):
         assert torch.equal(llama.generate(**given, assistant_early_exit=1), wanted)
         cache = CompressedCache(llama, "none")
-        got = llama.generate(**given, assistant_early_exit=1, past_key_values=cache)
+        got = llama.generate(**given, assistant_early_exit=1, **named(cache))
         assert torch.equal(got, wanted) and cache.get_seq_length()
 
 
 def test_the_cache_comes_back_with_the_result(llama, prompt, greedy):
     with enable(llama, COARSE):
         result = llama.generate(**prompt, **greedy, return_dict_in_generate=True)
-    cache = result.past_key_values
+    cache = cache_of(result)
     assert isinstance(cache, CompressedCache)
     assert cache.get_seq_length() == 40 + greedy["max_new_tokens"] - 1
     assert cache.stats()["spec"] == COARSE
@@ -92,30 +93,30 @@ def test_a_cache_of_the_caller_wins(llama, prompt, greedy):
     exact = tokens(llama, greedy, **prompt)
     with enable(llama, COARSE):
         for cache in (mine, theirs):
-            assert torch.equal(tokens(llama, {**greedy, "past_key_values": cache}, **prompt), exact)
+            assert torch.equal(tokens(llama, {**greedy, **named(cache)}, **prompt), exact)
             assert cache.get_seq_length() == 51
         assert torch.equal(tokens(llama, {**greedy, "use_cache": False}, **prompt), exact)
 
 
 def test_layers_with_windows_keep_their_own_cache(make_model, sizes, prompt, greedy):
     model = make_model(gemma3(sizes, "sliding", "full", "sliding"))
-    wanted = tokens(model, {**greedy, "past_key_values": CompressedCache(model, COARSE)}, **prompt)
+    wanted = tokens(model, {**greedy, **named(CompressedCache(model, COARSE))}, **prompt)
     with enable(model, COARSE):
         result = tokens(model, {**greedy, "return_dict_in_generate": True}, **prompt)
     assert torch.equal(result.sequences, wanted)
-    assert result.past_key_values.stats()["layers"] == {"compressed": 1, "native": 2}
+    assert cache_of(result).stats()["layers"] == {"compressed": 1, "native": 2}
 
 
 def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
     model, given = made(PAIRED, "t5", 2), source("t5")
-    wanted = model.generate(**given, **greedy, past_key_values=in_pair(CompressedCache(model)))
+    wanted = model.generate(**given, **greedy, **named(in_pair(CompressedCache(model))))
     with enable(model):
         result = model.generate(**given, **greedy, return_dict_in_generate=True)
         with pytest.raises(KVPactError, match="rolls back transformers' own"):
             model.generate(given["input_ids"][:1], **greedy, prompt_lookup_num_tokens=3)
     assert torch.equal(result.sequences, wanted)
-    assert isinstance(result.past_key_values, EncoderDecoderCache)
-    assert isinstance(result.past_key_values.self_attention_cache, CompressedCache)
+    assert isinstance(cache_of(result), EncoderDecoderCache)
+    assert isinstance(cache_of(result).self_attention_cache, CompressedCache)
 
 
 def test_pipelines_use_it(llama):
@@ -129,7 +130,7 @@ def test_pipelines_use_it(llama):
     exact = generator([text, text[:40]], batch_size=2, **options)
     ids = tokenizer(text, return_tensors="pt").input_ids
     cache = CompressedCache(llama, COARSE)
-    after = llama.generate(ids, max_new_tokens=24, do_sample=False, past_key_values=cache)[0, 40:]
+    after = llama.generate(ids, max_new_tokens=24, do_sample=False, **named(cache))[0, 40:]
     with enable(llama, COARSE):
         (got,) = generator(text, **options)
         assert got["generated_text"] == tokenizer.decode(after, skip_special_tokens=True)
@@ -167,7 +168,7 @@ def test_a_recipe_is_read_once(llama, prompt, greedy, tmp_path):
     recipe.write_text(f'default = "none"\n[layers]\n1 = "{COARSE}"\n')
     enable(llama, recipe)
     recipe.unlink()
-    got = llama.generate(**prompt, **greedy, return_dict_in_generate=True).past_key_values
+    got = cache_of(llama.generate(**prompt, **greedy, return_dict_in_generate=True))
     assert [str(layer.spec) for layer in got.layers] == ["none", COARSE]
 
 

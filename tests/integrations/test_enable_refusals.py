@@ -16,6 +16,7 @@ from transformers import (
 
 from kvpact.errors import EnableError, KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
+from kvpact.integrations.transformers.versions import cache_of
 
 COARSE = "int:bits=2,sinks=0,window=0"
 
@@ -157,7 +158,7 @@ def test_a_method_of_the_instance_itself_comes_back(llama, prompt, greedy):
     llama._prepare_cache_for_generation = mine
     with enable(llama, COARSE):
         result = llama.generate(**prompt, **greedy, return_dict_in_generate=True)
-    assert isinstance(result.past_key_values, CompressedCache)
+    assert isinstance(cache_of(result), CompressedCache)
     assert calls == [1]
     assert llama._prepare_cache_for_generation is mine
 

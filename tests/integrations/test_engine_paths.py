@@ -16,6 +16,7 @@ from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, register_attention
 from kvpact.integrations.transformers.graphs import DecodeGraph
+from kvpact.integrations.transformers.versions import named
 
 HYBRID = {
     "falcon_h1": falcon_h1,
@@ -50,7 +51,7 @@ def test_falcon_stays_causal_now_and_for_later_caches(alibi, make_model, prompt,
     @torch.no_grad()
     def run(held):
         steps = [
-            model(ids, attention_mask=mask[:, : 8 * i + 8], past_key_values=held).logits
+            model(ids, attention_mask=mask[:, : 8 * i + 8], **named(held)).logits
             for i, ids in enumerate(prompt["input_ids"].split(8, dim=1))
         ]
         return torch.cat(steps, dim=1)[mask == 1]
@@ -78,7 +79,7 @@ def test_gradients_are_refused_whatever_reads_k_and_v(attention, llama, prompt):
     cache = CompressedCache(
         llama.config, "int:bits=8", attention="auto" if attention == "auto" else "keep"
     )
-    loss = llama(**prompt, past_key_values=cache).logits.sum()
+    loss = llama(**prompt, **named(cache)).logits.sum()
     with pytest.raises(KVPactError, match="no gradients"):
         loss.backward()
 
@@ -90,7 +91,7 @@ def test_gradients_that_do_not_pass_the_cache_are_right(llama, prompt):
         parameter.requires_grad_(False)
     for cache in (DynamicCache(), CompressedCache(llama.config, "none", attention="keep")):
         llama.lm_head.weight.grad = None
-        llama(**prompt, past_key_values=cache).logits.sum().backward()
+        llama(**prompt, **named(cache)).logits.sum().backward()
         gradients.append(llama.lm_head.weight.grad)
     assert torch.allclose(*gradients, atol=1e-4)
 
@@ -109,12 +110,12 @@ def test_flex_attention_reads_decompressed_tensors(llama, prompt, fallbacks, mon
     llama.config._attn_implementation = "flex_attention"
     cache, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
     with torch.no_grad():
-        got = llama(**prompt, past_key_values=cache).logits[prompt["attention_mask"] == 1]
-        llama(prompt["input_ids"][:, :1], past_key_values=cache)
+        got = llama(**prompt, **named(cache)).logits[prompt["attention_mask"] == 1]
+        llama(prompt["input_ids"][:, :1], **named(cache))
     assert "decompressed" in said[0]
     assert seen == 8 * [torch.Tensor]
     assert torch.allclose(got, wanted, atol=1e-4)
-    loss = llama(**prompt, past_key_values=CompressedCache(llama.config, "none")).logits.sum()
+    loss = llama(**prompt, **named(CompressedCache(llama.config, "none"))).logits.sum()
     with pytest.raises(KVPactError, match="no gradients"):
         loss.backward()
 
@@ -132,19 +133,19 @@ def test_autocast_runs(attention, llama, prompt, greedy):
     """RoPE makes K fp32 while V stays bf16."""
     llama.set_attn_implementation("sdpa")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        wanted = llama(**prompt, past_key_values=DynamicCache(config=llama.config)).logits
+        wanted = llama(**prompt, **named(DynamicCache(config=llama.config))).logits
         register_attention()
         llama.set_attn_implementation(attention)
         cache = CompressedCache(llama.config, "none", attention="keep")
-        got = llama(**prompt, past_key_values=cache).logits
+        got = llama(**prompt, **named(cache)).logits
         assert cache.layers[0].keys.dtype is torch.float32
-        more = llama(prompt["input_ids"][:, :1], past_key_values=cache).logits
+        more = llama(prompt["input_ids"][:, :1], **named(cache)).logits
     assert got.dtype is wanted.dtype
     assert more.isfinite().all()
     seen = prompt["attention_mask"] == 1
     error = (got - wanted)[seen].float().norm() / wanted[seen].float().norm()
     assert error < 0.03
-    assert llama.generate(**prompt, **greedy, past_key_values=cache).shape[0] == 2
+    assert llama.generate(**prompt, **greedy, **named(cache)).shape[0] == 2
 
 
 @pytest.mark.parametrize("attention", ["kvpact", "sdpa", "eager"])
@@ -152,12 +153,12 @@ def test_float64_runs_and_is_stored_in_fp32(attention, llama, prompt, fallbacks)
     prompt = unpadded(prompt)  # padding and attention "eager" in float64 give NaN without kvpact
     llama.double().set_attn_implementation("sdpa")
     with torch.no_grad():
-        wanted = llama(**prompt, past_key_values=DynamicCache(config=llama.config)).logits
+        wanted = llama(**prompt, **named(DynamicCache(config=llama.config))).logits
         register_attention()
         llama.set_attn_implementation(attention)
         cache = CompressedCache(llama.config, "none", attention="keep")
-        got, said = fallbacks(lambda: llama(**prompt, past_key_values=cache).logits)
-        llama(prompt["input_ids"][:, :1], past_key_values=cache)
+        got, said = fallbacks(lambda: llama(**prompt, **named(cache)).logits)
+        llama(prompt["input_ids"][:, :1], **named(cache))
     assert got.dtype is torch.float64
     assert cache.layers[0].keys.dtype is torch.float32
     assert [text for text in said if "float64" in text]
@@ -168,7 +169,7 @@ def test_pickling_says_what_to_do_instead(llama, prompt):
     empty = CompressedCache(llama.config, "turboquant:bits=4")
     used = CompressedCache(llama.config, "turboquant:bits=4")
     with torch.no_grad():
-        llama(**prompt, past_key_values=used)
+        llama(**prompt, **named(used))
     for save in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO()), copy.copy):
         for cache in (empty, used):
             with pytest.raises(SnapshotError, match=r"snapshot\(\)"):
@@ -220,26 +221,26 @@ def test_layers_with_a_state_and_full_attention_are_compressed(
     name, make_model, sizes, prompt, greedy
 ):
     model = make_model(HYBRID[name](sizes))
-    wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
+    wanted = model.generate(**prompt, **greedy, **named(DynamicCache(config=model.config)))
     cache = CompressedCache(model.config, "none")
-    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert torch.equal(model.generate(**prompt, **greedy, **named(cache)), wanted)
     assert cache.stats()["layers"] == {"compressed": 2, "native": len(cache.layers) - 2}
     with pytest.raises(KVPactError, match="whose steps no graph of kvpact has"):
         DecodeGraph(model, cache)
     twin = copy.deepcopy(cache)
     for held in (cache, twin):
-        more = model.generate(wanted, **{**greedy, "max_new_tokens": 3}, past_key_values=held)
+        more = model.generate(wanted, **{**greedy, "max_new_tokens": 3}, **named(held))
         assert more.shape[1] == wanted.shape[1] + 3
     cache.reset()
-    again = model.generate(**prompt, **greedy, past_key_values=cache)
+    again = model.generate(**prompt, **greedy, **named(cache))
     assert torch.equal(again, wanted)
 
 
 def test_beams_reorder_state_and_slots_together(make_model, sizes, prompt, greedy):
     model = make_model(HYBRID["falcon_h1"](sizes))
     options = {**greedy, "max_new_tokens": 8, "num_beams": 3}
-    wanted = model.generate(**prompt, **options, past_key_values=DynamicCache(config=model.config))
-    got = model.generate(**prompt, **options, past_key_values=CompressedCache(model.config, "none"))
+    wanted = model.generate(**prompt, **options, **named(DynamicCache(config=model.config)))
+    got = model.generate(**prompt, **options, **named(CompressedCache(model.config, "none")))
     assert torch.equal(got, wanted)
 
 

@@ -13,6 +13,7 @@ import kvpact
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import MemoryStore
 
 SPECS = ("none", "int:bits=8,sinks=2,window=8", "trellis:bits=4,sinks=0,window=8")
@@ -171,7 +172,7 @@ def test_what_entries_can_t_do_is_refused_by_name(model, ids):
     with MemoryStore() as store, pytest.raises(SnapshotError, match="no chunks of a prefix"):
         prefix_cache(store, model, cache)
     assert not cache.is_croppable
-    logits = model(ids[:1, 10:18], past_key_values=cache).logits
+    logits = model(ids[:1, 10:18], **named(cache)).logits
     with pytest.raises(KVPactError, match="no gradients"):
         logits.sum().backward()
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, pressed
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import MemoryStore
 
 PAST, NEW = 250, 50
@@ -40,7 +41,7 @@ def ids():
 def continued(model, ids, places):
     """Logits of the new tokens over an exact cache of which each head has some places alone."""
     exact = DynamicCache()
-    model(ids[:, :PAST], past_key_values=exact)
+    model(ids[:, :PAST], **named(exact))
     for index, layer in enumerate(exact.layers):
         place = places(index, layer)[..., None].expand(-1, -1, -1, layer.keys.shape[3])
         layer.keys, layer.values = layer.keys.gather(2, place), layer.values.gather(2, place)
@@ -48,7 +49,7 @@ def continued(model, ids, places):
     mask = torch.ones(NEW, kept + NEW, dtype=torch.bool).tril(kept).expand(2, 1, -1, -1)
     positions = torch.arange(PAST, PAST + NEW)[None]
     more = {"position_ids": positions, "attention_mask": mask}
-    return model(ids[:, PAST:], past_key_values=exact, **more).logits
+    return model(ids[:, PAST:], **named(exact), **more).logits
 
 
 def without(*ranges):
@@ -58,7 +59,7 @@ def without(*ranges):
 
 def cached(model, ids, spec="none"):
     cache = CompressedCache(model, spec)
-    model(ids[:, :PAST], past_key_values=cache)
+    model(ids[:, :PAST], **named(cache))
     return cache
 
 
@@ -94,8 +95,8 @@ def test_logits_are_those_of_a_cache_without_the_tokens(llama, ids):
     assert (wanted - llama(ids).logits[:, PAST:]).abs().max() > 0.01 * wanted.abs().max()
     fork = copy.deepcopy(cache)
     ones = torch.ones_like(ids)
-    assert_near(llama(ids[:, PAST:], past_key_values=cache, attention_mask=ones).logits, wanted)
-    steps = [llama(ids[:, t : t + 1], past_key_values=fork).logits for t in range(PAST, PAST + NEW)]
+    assert_near(llama(ids[:, PAST:], **named(cache), attention_mask=ones).logits, wanted)
+    steps = [llama(ids[:, t : t + 1], **named(fork)).logits for t in range(PAST, PAST + NEW)]
     assert_near(torch.cat(steps, 1), wanted)
 
 
@@ -103,15 +104,15 @@ def test_rollbacks_go_behind_and_in_front_of_a_gap(llama, ids):
     cache = cached(llama, ids)
     cache.evict(40, 170)
     wanted = continued(llama, ids, without((40, 170)))
-    llama(ids[:, PAST:], past_key_values=cache)
+    llama(ids[:, PAST:], **named(cache))
     cache.crop(-NEW)
-    assert_near(llama(ids[:, PAST:], past_key_values=cache).logits, wanted)
+    assert_near(llama(ids[:, PAST:], **named(cache)).logits, wanted)
     cache.crop(-(PAST + NEW - 100))
     assert cache.get_seq_length() == 100
     assert cache.held().seq_len() == 40
     cache.crop(-70)
     assert cache.get_seq_length() == cache.held().seq_len() == 30
-    found = llama(ids[:, 30:], past_key_values=cache).logits
+    found = llama(ids[:, 30:], **named(cache)).logits
     assert_near(found, llama(ids).logits[:, 30:])
 
 
@@ -123,7 +124,7 @@ def test_snapshots_have_gaps(llama, ids, spec, tmp_path):
     other = CompressedCache(llama, spec)
     other.restore(snapshot)
     assert other.get_seq_length() == PAST
-    logits = [llama(ids[:, PAST:], past_key_values=each).logits for each in (cache, other)]
+    logits = [llama(ids[:, PAST:], **named(each)).logits for each in (cache, other)]
     assert torch.equal(*logits)
     other.crop(-(PAST + NEW - 100))
     assert other.held().seq_len() == 40
@@ -145,17 +146,17 @@ def test_heads_keep_what_a_press_scores_best(llama, ids):
 
     cache = CompressedCache(llama, "none")
     with pressed(llama, cache, Norms()):
-        llama(ids[:, :PAST], past_key_values=cache)
+        llama(ids[:, :PAST], **named(cache))
     assert cache.get_seq_length() == PAST
     assert cache.held().seq_len() == 175
     wanted = continued(llama, ids, best)
-    assert_near(llama(ids[:, PAST:], past_key_values=cache).logits, wanted)
+    assert_near(llama(ids[:, PAST:], **named(cache)).logits, wanted)
     with pytest.raises(GeometryError, match=f"compact.* left {PAST}"):
         cache.crop(-NEW - 1)
     with pytest.raises(GeometryError, match="compact"):
         cache.evict(10, 20)
     cache.crop(-NEW)
-    assert_near(llama(ids[:, PAST:], past_key_values=cache).logits, wanted)
+    assert_near(llama(ids[:, PAST:], **named(cache)).logits, wanted)
     whole = cached(llama, ids)
     whole.compact(torch.arange(PAST))  # nothing goes
     whole.crop(-10)
@@ -182,7 +183,7 @@ def test_windows_forget_only_what_they_do_not_see(ids):
     assert cache.get_seq_length() == PAST
     other = CompressedCache(model, "int:bits=8")
     other.restore(cache.snapshot())
-    logits = [model(ids[:, PAST:], past_key_values=each).logits for each in (cache, other)]
+    logits = [model(ids[:, PAST:], **named(each)).logits for each in (cache, other)]
     assert torch.equal(*logits)
 
 
@@ -192,7 +193,7 @@ def test_what_would_be_wrong_is_refused(llama, ids):
         with pytest.raises(GeometryError):
             cache.evict(begin, end)
     prefixes = prefix_cache(MemoryStore(), llama, cache=CompressedCache(llama, "none"))
-    llama(ids[:1, :PAST], past_key_values=prefixes.cache)
+    llama(ids[:1, :PAST], **named(prefixes.cache))
     prefixes.cache.evict(40, 170)
     with pytest.raises(SnapshotError, match="no prefix"):
         prefixes.save(ids[:1, :PAST])
@@ -200,13 +201,13 @@ def test_what_would_be_wrong_is_refused(llama, ids):
     mask = torch.ones_like(ids)
     mask[:, 200:210] = 0
     with pytest.raises(KVPactError, match="mask hides"):
-        llama(ids[:, PAST:], past_key_values=cache, attention_mask=mask)
+        llama(ids[:, PAST:], **named(cache), attention_mask=mask)
     llama.set_attn_implementation("sdpa")
     try:
         with pytest.raises(KVPactError, match="'sdpa' does not know"):
-            llama(ids[:, PAST:], past_key_values=cache)
+            llama(ids[:, PAST:], **named(cache))
     finally:
         llama.set_attn_implementation("kvpact")
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_near(llama(ids, past_key_values=cache).logits, llama(ids).logits)
+    assert_near(llama(ids, **named(cache)).logits, llama(ids).logits)

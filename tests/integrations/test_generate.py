@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 from kvpact.testing.cache_modes import Mode
 
 
@@ -17,7 +18,7 @@ def both(model, options, **inputs):
     torch.manual_seed(5)
     cache = CompressedCache(model.config, "none")
     assert model.config._attn_implementation == "kvpact"
-    got = model.generate(**inputs, **options, past_key_values=cache)
+    got = model.generate(**inputs, **options, **named(cache))
     return wanted, got
 
 
@@ -54,18 +55,18 @@ def test_deepcopy_reuses_a_prefix(llama, prompt, greedy):
     ids = one_row(prompt)["input_ids"]
     wanted = llama.generate(ids, **greedy)
     prefix = CompressedCache(llama.config, "none")
-    llama(ids[:, :30], past_key_values=prefix)
+    llama(ids[:, :30], **named(prefix))
     for _ in range(2):
         cache = copy.deepcopy(prefix)
-        assert torch.equal(llama.generate(ids, **greedy, past_key_values=cache), wanted)
+        assert torch.equal(llama.generate(ids, **greedy, **named(cache)), wanted)
         assert prefix.get_seq_length() == 30
 
 
 def test_several_turns(llama, prompt, greedy):
     cache = CompressedCache(llama.config, "none")
-    first = llama.generate(**one_row(prompt), **greedy, past_key_values=cache)
+    first = llama.generate(**one_row(prompt), **greedy, **named(cache))
     second = torch.cat([first, first[:, 5:12]], dim=1)
-    got = llama.generate(second, **greedy, past_key_values=cache)
+    got = llama.generate(second, **greedy, **named(cache))
     assert torch.equal(got, llama.generate(second, **greedy))
 
 
@@ -73,5 +74,5 @@ def test_continues_from_embeddings(llama, prompt, greedy):
     embeddings = llama.get_input_embeddings()(prompt["input_ids"])
     options = {"inputs_embeds": embeddings, "attention_mask": prompt["attention_mask"], **greedy}
     wanted = llama.generate(**options)
-    got = llama.generate(**options, past_key_values=CompressedCache(llama.config, "none"))
+    got = llama.generate(**options, **named(CompressedCache(llama.config, "none")))
     assert torch.equal(wanted, got)

@@ -23,6 +23,7 @@ from kvpact.integrations.transformers import (
 )
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
 from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
@@ -85,10 +86,10 @@ def test_beams_and_left_padding(name, ids, greedy):
     mask[0, :30], mask[1, :7] = 0, 0
     for options in (greedy, {**greedy, "num_beams": 3, "max_new_tokens": 5}):
         given = {"attention_mask": mask, **options}
-        wanted = model.generate(ids, **given, past_key_values=DynamicCache(config=model.config))
+        wanted = model.generate(ids, **given, **named(DynamicCache(config=model.config)))
         for _ in range(2):
             cache = CompressedCache(model.config, "none")
-            assert torch.equal(model.generate(ids, **given, past_key_values=cache), wanted)
+            assert torch.equal(model.generate(ids, **given, **named(cache)), wanted)
 
 
 @every_model
@@ -242,7 +243,7 @@ def test_padded_rows_of_minimax_m3_attend_to_no_block_that_is_left_out(ids):
     given = {"attention_mask": mask, "position_ids": places}
     with torch.no_grad():
         caches = DynamicCache(config=model.config), CompressedCache(model.config, "none")
-        wanted, got = (model(ids[:, :22], past_key_values=x, **given).logits for x in caches)
+        wanted, got = (model(ids[:, :22], **named(x), **given).logits for x in caches)
     assert close(got[mask == 1], wanted[mask == 1])
 
 
@@ -250,7 +251,7 @@ def test_an_index_keeps_no_graph_of_gradients(ids):
     model = tiny_model("minimax_m3")
     cache = CompressedCache(model.config, "none")
     with pytest.raises(KVPactError, match="no gradients"):
-        model(ids[:, :30], past_key_values=cache).logits.sum().backward()
+        model(ids[:, :30], **named(cache)).logits.sum().backward()
     assert not cache.layers[1].index_tail.requires_grad
     copy.deepcopy(cache)
 

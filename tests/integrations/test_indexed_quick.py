@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import plan
 from kvpact.quantizers.channels import to_integers
 
@@ -123,9 +124,9 @@ def test_left_padding_and_rows_that_choose_unlike_tokens(ids, greedy):
     mask = torch.ones_like(ids)
     mask[0, :200], mask[1, :7] = 0, 0
     given = {"attention_mask": mask, **greedy}
-    wanted = model.generate(ids, **given, past_key_values=DynamicCache(config=model.config))
+    wanted = model.generate(ids, **given, **named(DynamicCache(config=model.config)))
     cache = CompressedCache(model.config, "none")
-    assert torch.equal(model.generate(ids, **given, past_key_values=cache), wanted)
+    assert torch.equal(model.generate(ids, **given, **named(cache)), wanted)
     assert chosen_alone(cache)
 
 

@@ -21,6 +21,7 @@ from kvpact.integrations.transformers import (
     key_offsets,
     register_attention,
 )
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import RowOffset
 
 SPEC = "turboquant:bits=4,sinks=0,window=0"
@@ -88,9 +89,7 @@ def logits(model, cache, ids, mask, positions=None):
         for part in (slice(0, 40), slice(40, 60)):
             more = {} if positions is None else {"position_ids": positions[:, part]}
             end = part.stop
-            output = model(
-                ids[:, part], attention_mask=mask[:, :end], past_key_values=cache, **more
-            )
+            output = model(ids[:, part], attention_mask=mask[:, :end], **named(cache), **more)
     return output.logits
 
 
@@ -133,7 +132,7 @@ def test_bf16_models_round_cosine_and_sine(make_model, sizes):
     assert offsets[0].dtype is torch.bfloat16
     exact = DynamicCache()
     with torch.no_grad():
-        model(torch.arange(3, 43)[None], past_key_values=exact)
+        model(torch.arange(3, 43)[None], **named(exact))
     keys = exact.layers[0].keys.float()
     rests = [
         float(RowOffset(offset).without(keys, 0).norm())
@@ -156,8 +155,8 @@ def test_pages_take_the_offsets_of_a_model(qwen2):
         positions = torch.arange(part.start, part.stop).expand(2, -1)
         with torch.no_grad():
             batch = PagedBatch(qwen2.config, pages, seqs)
-            found = qwen2(ids[:, part], position_ids=positions, past_key_values=batch).logits
-            wanted = qwen2(ids[:, part], past_key_values=flat).logits
+            found = qwen2(ids[:, part], position_ids=positions, **named(batch)).logits
+            wanted = qwen2(ids[:, part], **named(flat)).logits
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -173,7 +172,7 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
     def said(*args, **options):
         def call():
             with torch.no_grad():
-                qwen2(ids, past_key_values=CompressedCache(*args, **options))
+                qwen2(ids, **named(CompressedCache(*args, **options)))
 
         return fallbacks(call)[1]
 
@@ -188,7 +187,7 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
     def paged():
         pages = PagedKVCache(SPEC, CacheGeometry(2, 2, DIM, dtype=torch.float32), 4)
         with torch.no_grad():
-            qwen2(ids, past_key_values=PagedBatch(qwen2.config, pages))
+            qwen2(ids, **named(PagedBatch(qwen2.config, pages)))
 
     assert "key_offsets(model)" in fallbacks(paged)[1][0]
 
@@ -215,4 +214,4 @@ def test_wrong_offsets_are_refused_by_name(qwen2):
     one_head = KeyOffset((1.0,), ((0, 1),), (((1.0, 0.0),),))
     cache = CompressedCache(qwen2, SPEC, key_offsets={0: one_head})
     with pytest.raises(GeometryError, match="KV heads"):
-        qwen2(torch.arange(3, 13)[None], past_key_values=cache)
+        qwen2(torch.arange(3, 13)[None], **named(cache))

@@ -13,6 +13,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, fallback
+from kvpact.integrations.transformers.versions import named
 
 
 @pytest.fixture
@@ -49,14 +50,14 @@ def expanded_tokens(model, monkeypatch):
 
 @pytest.mark.parametrize("config", [DeepseekV2Config, DeepseekV3Config])
 def test_uncompressed_latents_give_the_same_tokens(model, prompt, greedy, fallbacks, monkeypatch):
-    wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
+    wanted = model.generate(**prompt, **greedy, **named(DynamicCache(config=model.config)))
     counts = expanded_tokens(model, monkeypatch)
     layers = model.config.num_hidden_layers
     for attempt in range(2):
         counts.clear()
         cache = CompressedCache(model.config, "none")
         got, said = fallbacks(
-            lambda cache=cache: model.generate(**prompt, **greedy, past_key_values=cache)
+            lambda cache=cache: model.generate(**prompt, **greedy, **named(cache))
         )
         assert torch.equal(got, wanted)
         assert said == []
@@ -69,8 +70,8 @@ def test_uncompressed_latents_give_the_same_tokens(model, prompt, greedy, fallba
 def test_the_other_ways_to_generate(model, prompt, greedy):
     def both(**options):
         made = {**prompt, **greedy, **options}
-        wanted = model.generate(**made, past_key_values=DynamicCache(config=model.config))
-        got = model.generate(**made, past_key_values=CompressedCache(model.config, "none"))
+        wanted = model.generate(**made, **named(DynamicCache(config=model.config)))
+        got = model.generate(**made, **named(CompressedCache(model.config, "none")))
         return torch.equal(got, wanted)
 
     assert both(num_beams=3)
@@ -78,14 +79,14 @@ def test_the_other_ways_to_generate(model, prompt, greedy):
     twin = copy.deepcopy(model)
     cache = CompressedCache(twin.config, "none")
     wanted = model.generate(**prompt, **greedy)
-    assert torch.equal(twin.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert torch.equal(twin.generate(**prompt, **greedy, **named(cache)), wanted)
     # A copied module absorbs its own weights, not those of the one that it was copied from.
     with torch.no_grad():
         for layer in twin.model.layers:
             layer.self_attn.kv_b_proj.weight.neg_()
-    wanted = twin.generate(**prompt, **greedy, past_key_values=DynamicCache(config=twin.config))
+    wanted = twin.generate(**prompt, **greedy, **named(DynamicCache(config=twin.config)))
     cache = CompressedCache(twin.config, "none")
-    assert torch.equal(twin.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert torch.equal(twin.generate(**prompt, **greedy, **named(cache)), wanted)
 
 
 def test_chunks_and_padding(model, prompt):
@@ -95,7 +96,7 @@ def test_chunks_and_padding(model, prompt):
             for start in range(0, 40, 8):
                 mask = prompt["attention_mask"][:, : start + 8]
                 ids = prompt["input_ids"][:, start : start + 8]
-                parts.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+                parts.append(model(ids, attention_mask=mask, **named(cache)).logits)
         return torch.cat(parts, 1)
 
     cache = CompressedCache(model.config, "int:bits=8,sinks=2,window=0/none")
@@ -117,7 +118,7 @@ def test_paged_latents(model, prompt, greedy):
     wanted = model.generate(**prompt, **greedy)
     pool = PagedKVCache("none", CacheGeometry.mla(model.config.num_hidden_layers, 32, 16), 64)
     batch = PagedBatch(model.config, pool)
-    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=batch), wanted)
+    assert torch.equal(model.generate(**prompt, **greedy, **named(batch)), wanted)
     batch.reset()
     assert pool.num_free_pages == pool.num_pages
 
@@ -152,7 +153,7 @@ def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
 ):
     def run():
         cache = CompressedCache(model.config, "none")
-        return model.generate(**prompt, **greedy, past_key_values=cache)
+        return model.generate(**prompt, **greedy, **named(cache))
 
     if after_a_run:
         run()
@@ -167,7 +168,7 @@ def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
 
 def test_the_model_stays_what_it_was(model, prompt, greedy):
     names, before = set(model.state_dict()), model.generate(**prompt, **greedy)
-    model.generate(**prompt, **greedy, past_key_values=CompressedCache(model.config, "none"))
+    model.generate(**prompt, **greedy, **named(CompressedCache(model.config, "none")))
     attention = model.model.layers[0].self_attn
     assert "expand_kv" not in vars(attention)
     assert set(model.state_dict()) == names
@@ -184,12 +185,12 @@ def test_the_model_stays_what_it_was(model, prompt, greedy):
 
 def test_gradients_and_training_are_refused(model, prompt):
     cache = CompressedCache(model.config, "none")
-    logits = model(**prompt, past_key_values=cache).logits
+    logits = model(**prompt, **named(cache)).logits
     with pytest.raises(KVPactError, match="no gradients through a compressed cache"):
         logits.sum().backward()
     model.train()
     with pytest.raises(KVPactError, match=r"model\.eval\(\) first"):
-        model(**prompt, past_key_values=CompressedCache(model.config, "none"))
+        model(**prompt, **named(CompressedCache(model.config, "none")))
     # Without a compressed cache both work as ever.
     model(**prompt).logits.sum().backward()
     assert model.model.layers[0].self_attn.kv_b_proj.weight.grad.abs().sum() > 0
@@ -200,9 +201,9 @@ def test_two_models_do_not_take_each_others_tokens(model, prompt, make_model, si
     held = CompressedCache(eager.config, "none", attention="keep")
     exact = CompressedCache(model.config, "none")
     with torch.no_grad():
-        eager(prompt["input_ids"][:1], past_key_values=held)
-        model(**prompt, past_key_values=DynamicCache(config=model.config))
-        model(**prompt, past_key_values=exact)
+        eager(prompt["input_ids"][:1], **named(held))
+        model(**prompt, **named(DynamicCache(config=model.config)))
+        model(**prompt, **named(exact))
     assert [layer.get_seq_length() for layer in held.layers] == [40, 40]
     assert all(layer.keys.shape[0] == 1 for layer in held.layers)
     assert all(layer.cache.entry(0).padding.tolist() == [7, 0] for layer in exact.layers)
@@ -215,14 +216,12 @@ def test_rows_of_unlike_length_on_a_model_that_ran_nothing_yet(model, make_model
     for count in (20, 33):
         batch = PagedBatch(model.config, pool)
         with torch.no_grad():
-            model(ids[:, :count], past_key_values=batch)
+            model(ids[:, :count], **named(batch))
         seqs += batch.seqs
     twin = copy.deepcopy(model)
     new, positions = torch.tensor([[5], [6]]), torch.tensor([[20], [33]])
     with torch.no_grad():
-        got = twin(
-            new, position_ids=positions, past_key_values=PagedBatch(twin.config, pool, seqs)
-        ).logits
+        got = twin(new, position_ids=positions, **named(PagedBatch(twin.config, pool, seqs))).logits
         for row, count in enumerate((20, 33)):
             whole = torch.cat([ids[:, :count], new[row : row + 1]], 1)
             wanted = model(whole).logits[:, -1:]
@@ -232,17 +231,17 @@ def test_rows_of_unlike_length_on_a_model_that_ran_nothing_yet(model, make_model
 def test_other_attention_reads_expanded_latents(model, prompt, greedy):
     wanted = model.generate(**prompt, **greedy)
     cache = CompressedCache(model.config, "none", attention="keep")
-    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert torch.equal(model.generate(**prompt, **greedy, **named(cache)), wanted)
     cache = CompressedCache(model.config, "none")
-    model.generate(**prompt, **greedy, past_key_values=cache)  # the modules hand handles on now
+    model.generate(**prompt, **greedy, **named(cache))  # the modules hand handles on now
     model.set_attn_implementation("eager")
     cache = CompressedCache(model.config, "none", attention="keep")
-    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert torch.equal(model.generate(**prompt, **greedy, **named(cache)), wanted)
 
 
 def test_packed_only_stores_first(model, prompt, greedy):
     cache = CompressedCache(model.config, "int:bits=8,sinks=0,window=0", exact_new=False)
-    model.generate(**prompt, **greedy, past_key_values=cache)
+    model.generate(**prompt, **greedy, **named(cache))
     assert cache.get_seq_length() == 40 + greedy["max_new_tokens"] - 1
 
 
@@ -253,7 +252,7 @@ def test_the_default_spec_learns_from_a_short_prompt_and_what_follows(make_model
     cache, exact = CompressedCache(model), DynamicCache(config=model.config)
     with torch.no_grad():
         for part in ids.split([6, 1, 90, 1, 52], dim=1):
-            got, wanted = (model(part, past_key_values=x).logits for x in (cache, exact))
+            got, wanted = (model(part, **named(x)).logits for x in (cache, exact))
     assert cache.layers[0].cache.entry(0).k.codec.ready
     p, q = wanted.log_softmax(-1), got.log_softmax(-1)
     assert (p.exp() * (p - q)).sum(-1).mean() < 0.01

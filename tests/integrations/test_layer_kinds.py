@@ -12,6 +12,7 @@ from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 
 every_model = pytest.mark.parametrize("name", KINDS)
@@ -110,7 +111,7 @@ def test_layers_that_share_k_and_v_may_leave_out_queries(keep, tokens, make_mode
         wanted = model(ids).logits[:, -keep:]
         mine = CompressedCache(model, "none")
         for cache in (mine, DynamicCache(config=model.config)):
-            got = model(ids, past_key_values=cache, logits_to_keep=keep).logits
+            got = model(ids, **named(cache), logits_to_keep=keep).logits
             assert torch.allclose(got, wanted, atol=1e-4)
 
 
@@ -122,7 +123,7 @@ def test_a_refused_mask_stores_nothing_where_k_and_v_are_shared(make_model, size
     wrong = torch.ones(3, 1, 9, 31, dtype=torch.bool).tril(20)
     masks = {"full_attention": wrong, "sliding_attention": None}
     with pytest.raises(GeometryError, match="mask"), torch.no_grad():
-        model(ids[:, 20:29], attention_mask=masks, past_key_values=cache)
+        model(ids[:, 20:29], attention_mask=masks, **named(cache))
     assert torch.equal(cache.layers[1].keys, before)
 
 

@@ -22,6 +22,7 @@ from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, enable, prefix_cache
 from kvpact.integrations.transformers.made_keys import CompressedValueLayer
+from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
 IDS = torch.randint(3, 128, (2, 300), generator=torch.Generator().manual_seed(3))
@@ -57,7 +58,7 @@ def run(model, cache, ids, begin=0, sizes=(150, 1, 1, 5, 100, 3), positions=None
         end = begin + part.shape[1]
         given = torch.arange(begin, end)[None] if positions is None else positions[begin:end][None]
         with torch.no_grad():
-            logits.append(model(part, position_ids=given, past_key_values=cache).logits)
+            logits.append(model(part, position_ids=given, **named(cache)).logits)
         begin = end
     return torch.cat(logits, 1)
 
@@ -126,7 +127,7 @@ def test_bytes_are_half_of_those_of_keys_and_values_apart(model, spec):
 @pytest.mark.parametrize("spec", ["int:bits=8", "none"])
 def test_the_same_tokens_as_keys_and_values_apart(model, spec):
     caches = CompressedCache(model, spec), CompressedCache(model, spec, k_eq_v=True)
-    apart, alone = (model.generate(IDS[:, :150], **GREEDY, past_key_values=x) for x in caches)
+    apart, alone = (model.generate(IDS[:, :150], **GREEDY, **named(x)) for x in caches)
     assert torch.equal(apart, alone)
     assert packed(caches[0]) == 2 * packed(caches[1])
 
@@ -155,8 +156,7 @@ def test_rows_with_padding_have_positions_of_their_own(model, spec, attention):
         CompressedCache(model, spec, **options),
     )
     apart, alone = (
-        model.generate(IDS[:, :120], attention_mask=mask, **GREEDY, past_key_values=x)
-        for x in caches
+        model.generate(IDS[:, :120], attention_mask=mask, **GREEDY, **named(x)) for x in caches
     )
     assert torch.equal(apart, alone)
     held = value_layers(caches[1])[0].positions
@@ -173,7 +173,7 @@ def test_a_row_may_be_padding_alone_in_the_first_call(model):
         for start, end in ((0, 35), (35, 60)):
             given = {"attention_mask": mask[:, :end], "position_ids": places[:, start:end]}
             with torch.no_grad():
-                found = model(IDS[:, start:end], **given, past_key_values=held).logits
+                found = model(IDS[:, start:end], **given, **named(held)).logits
         logits.append(found)
     assert torch.equal(logits[0][:, 10:], logits[1][:, 10:])
     assert torch.equal(value_layers(cache)[0].positions.long(), places)
@@ -292,7 +292,7 @@ def test_rows_tokens_and_copies_go_with_their_positions(model):
     def go_on(held, rows, start, end):
         given = {"attention_mask": mask[rows, :end], "position_ids": places[rows, start:end]}
         with torch.no_grad():
-            return model(IDS[rows, start:end], **given, past_key_values=held).logits
+            return model(IDS[rows, start:end], **given, **named(held)).logits
 
     both, last = [0, 1], [1, 1]
     go_on(cache, both, 0, 150), go_on(cache, both, 150, 200)
@@ -328,13 +328,13 @@ def test_windows_may_be_packed_beside_values():
 def test_generate_makes_such_caches_once_enabled(model):
     twin = copy.deepcopy(model)
     wanted = model.generate(
-        IDS[:, :100], **GREEDY, past_key_values=CompressedCache(model, "none", k_eq_v=True)
+        IDS[:, :100], **GREEDY, **named(CompressedCache(model, "none", k_eq_v=True))
     )
     with enable(twin, "none", k_eq_v=True):
         more = {"return_dict_in_generate": True}
         result = twin.generate(IDS[:, :100], **GREEDY, **more)
     assert torch.equal(result.sequences, wanted)
-    assert value_layers(result.past_key_values)
+    assert value_layers(cache_of(result))
 
 
 def test_what_makes_no_keys_of_values_is_refused_by_name(model):

@@ -9,6 +9,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig
 
 from kvpact.errors import CacheFull, GeometryError, KVPactError, SequenceError, SpecError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch
+from kvpact.integrations.transformers.versions import named
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
 LENGTHS = (5, 70, 33, 100)
@@ -30,7 +31,7 @@ def alone(model, prompt, new, make_cache=DynamicCache):
     cache, tokens, ids = make_cache(config=model.config), [], torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(new):
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = model(ids, **named(cache)).logits[:, -1:].argmax(-1)
             tokens.append(ids.item())
     return tokens
 
@@ -74,7 +75,7 @@ def test_left_padded_prompts_in_one_call(llama, example, prompt, greedy):
     expected = llama.generate(**prompt, **greedy)
     cache = example.paged_cache(llama, "none", 16)
     batch = PagedBatch(llama.config, cache)
-    assert llama.generate(**prompt, **greedy, past_key_values=batch).equal(expected)
+    assert llama.generate(**prompt, **greedy, **named(batch)).equal(expected)
     assert [cache.seq_len(seq) for seq in batch.seqs] == [51, 51]
     batch.reset()
     assert cache.num_free_pages == 16 and batch.seqs == []
@@ -97,7 +98,7 @@ def test_a_mask_over_rows_of_unlike_length_is_no_padding_of_theirs(example, llam
                     torch.tensor(ids),
                     position_ids=torch.tensor(lengths) + torch.arange(len(ids[0])),
                     attention_mask=mask if masked else None,
-                    past_key_values=PagedBatch(llama.config, cache, seqs),
+                    **named(PagedBatch(llama.config, cache, seqs)),
                 )
         outputs.append(output.logits)
         sinks.append(cache.stats()["bytes"]["sinks"])
@@ -110,7 +111,7 @@ def test_beams_share_pages_and_give_the_same_tokens(example, llama, prompt, gree
     expected = llama.generate(**prompt, **options)
     cache = example.paged_cache(llama, "none", 32)
     batch = PagedBatch(llama.config, cache)
-    assert llama.generate(**prompt, **options, past_key_values=batch).equal(expected)
+    assert llama.generate(**prompt, **options, **named(batch)).equal(expected)
     assert len(batch.seqs) == 8
     assert cache.num_pages - cache.num_free_pages < 8 * 2
     batch.reset()
@@ -172,10 +173,10 @@ def test_a_batch_can_be_used_again_after_the_pool_was_full(example, llama):
     cache.reserve([hog], 64)
     batch = PagedBatch(llama.config, cache, [seq])
     with pytest.raises(CacheFull):
-        llama(torch.tensor(prompt), past_key_values=batch)
+        llama(torch.tensor(prompt), **named(batch))
     assert batch.get_seq_length() == 0
     cache.free(hog)
-    found = llama(torch.tensor(prompt), past_key_values=batch).logits[0, -1].argmax().item()
+    found = llama(torch.tensor(prompt), **named(batch)).logits[0, -1].argmax().item()
     assert cache.seq_len(seq) == 40 and found == alone(llama, prompt[0], 1)[0]
 
 

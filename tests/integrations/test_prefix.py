@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from kvpact.errors import GeometryError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import DirectoryStore, MemoryStore
 
 
@@ -40,7 +41,7 @@ def generate(model, store, ids, greedy, spec="none", **options):
     cache = CompressedCache(model.config, spec)
     prefixes = prefix_cache(store, model, cache, **options)
     loaded = prefixes.load(ids[:, :-1])
-    tokens = model.generate(ids, past_key_values=cache, **greedy)
+    tokens = model.generate(ids, **named(cache), **greedy)
     return tokens, loaded, prefixes.save(tokens)
 
 
@@ -131,12 +132,12 @@ def test_what_is_refused(llama, ids, prompt):
         prefixes = prefix_cache(store, llama, cache)
         with pytest.raises(GeometryError, match="1, T"):
             prefixes.load(prompt["input_ids"])
-        llama(**prompt, past_key_values=cache)
+        llama(**prompt, **named(cache))
         with pytest.raises(GeometryError, match="one row without padding"):
             prefixes.save(prompt["input_ids"][:1])
         row = CompressedCache(llama.config, "none")
         padded = prompt["input_ids"][:1], prompt["attention_mask"][:1]
-        llama(input_ids=padded[0], attention_mask=padded[1], past_key_values=row)
+        llama(input_ids=padded[0], attention_mask=padded[1], **named(row))
         with pytest.raises(GeometryError, match="one row without padding"):
             prefix_cache(store, llama, row).save(padded[0])
         with pytest.raises(SpecError, match="not fitted"):
@@ -179,12 +180,12 @@ def test_a_prefix_ends_before_an_image(llama, ids, name):
         with_image = ids.clone()
         with_image[0, 140] = 100
         cache = CompressedCache(llama.config, "int:bits=4,window=0")
-        llama(with_image, past_key_values=cache)
+        llama(with_image, **named(cache))
         prefixes = prefix_cache(store, llama, cache)
         assert prefixes.save(with_image) == len(store) == 2
         again = prefix_cache(store, llama, CompressedCache(llama.config, "int:bits=4,window=0"))
         assert again.load(with_image) == again.match(ids) == 128
         text = CompressedCache(llama.config, "int:bits=4,window=0")
-        llama(ids, past_key_values=text)
+        llama(ids, **named(text))
         assert prefix_cache(store, llama, text).save(ids) == 1
         assert again.match(ids) == 192 and again.match(with_image) == 128

@@ -22,6 +22,8 @@ from kvpact import CompressedCache
 from kvpact.kernels.cpu.heap import _native
 
 spec, layers, heads, width, tokens, chunk, keep, counted = json.loads(sys.argv[1])
+from kvpact.integrations.transformers.versions import named
+
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(
@@ -37,7 +39,7 @@ def status(key):
 def run(cache, ids):
     given = {"prefill_chunk_size": chunk} if chunk else {}
     fixed = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": 4, "max_new_tokens": 4}
-    model.generate(ids, past_key_values=cache, **fixed, **given)
+    model.generate(ids, **named(cache), **fixed, **given)
     gc.collect()
 
 def made():
@@ -52,7 +54,7 @@ before, blocks = status("VmRSS"), live() if counted else 0
 Path("/proc/self/clear_refs").write_text("5")
 if keep:
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **named(cache), logits_to_keep=1)
     gc.collect()
 else:
     run(cache, ids)

@@ -21,6 +21,7 @@ from kvpact.errors import (
 )
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
 WINDOW = 40
@@ -143,7 +144,7 @@ def test_rows_of_a_snapshot_and_of_the_cache_are_chosen_alike(model):
     mask = torch.ones(3, 40, dtype=torch.long)
     mask[2, :30] = 0  # padding within the window
     with torch.no_grad():
-        model(IDS[:, :40], attention_mask=mask, past_key_values=cache)
+        model(IDS[:, :40], attention_mask=mask, **named(cache))
     rows.restore(cache.snapshot().select([2, 0]))
     cache.batch_select_indices(torch.tensor([2, 0]))
     assert torch.equal(*(run(model, x, [IDS[:2, 40:43]]) for x in (cache, rows)))
@@ -228,14 +229,12 @@ def test_a_rollback_makes_layers_equal_again_which_a_failed_call_left_unlike(
 
 
 def test_assisted_generation_is_greedy_generation(model, greedy):
-    wanted = model.generate(
-        IDS[:1, :60], **greedy, past_key_values=DynamicCache(config=model.config)
-    )
+    wanted = model.generate(IDS[:1, :60], **greedy, **named(DynamicCache(config=model.config)))
     draft = copy.deepcopy(model)
     for parameter in draft.parameters():
         parameter.data.mul_(1.02)
     cache = CompressedCache(model, "none", sliding="none")
-    got = model.generate(IDS[:1, :60], **greedy, past_key_values=cache, assistant_model=draft)
+    got = model.generate(IDS[:1, :60], **greedy, **named(cache), assistant_model=draft)
     assert torch.equal(got, wanted)
     held = cache._rings.held[0].entry(0).length
     assert told(cache)[0][0] > 0 and held < WINDOW + 80
@@ -268,7 +267,7 @@ def test_generation_takes_it_once_it_is_enabled(model, greedy):
     with kvpact.enable(model, "none", sliding="none"):
         given = {**greedy, "return_dict_in_generate": True}
         result = model.generate(IDS[:, :60], **given)
-        assert told(result.past_key_values)[0][0] > 0
+        assert told(cache_of(result))[0][0] > 0
     wanted = model.generate(IDS[:, :60], **greedy)
     assert torch.equal(result.sequences, wanted)
 

@@ -6,6 +6,7 @@ import torch
 from kvpact import CacheGeometry, Snapshot, create_cache, errors
 from kvpact.integrations.fingerprint import fingerprint, model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import MemoryStore
 
 SPEC = "turboquant:bits=4,window=8"
@@ -14,7 +15,7 @@ SPEC = "turboquant:bits=4,window=8"
 @torch.no_grad()
 def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     cache = CompressedCache(llama.config, SPEC)
-    llama(**prompt, past_key_values=cache)
+    llama(**prompt, **named(cache))
     snapshot = Snapshot.from_bytes(cache.snapshot(token_ids=prompt["input_ids"]).to_bytes())
     assert snapshot.manifest.layers[0].padding == (7, 0)
     restored = CompressedCache(llama.config, SPEC)
@@ -24,8 +25,8 @@ def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
         "input_ids": torch.tensor([[5], [6]]),
         "attention_mask": torch.cat([prompt["attention_mask"], torch.ones(2, 1).long()], 1),
     }
-    wanted = llama(**step, past_key_values=cache).logits
-    assert torch.equal(llama(**step, past_key_values=restored).logits, wanted)
+    wanted = llama(**step, **named(cache)).logits
+    assert torch.equal(llama(**step, **named(restored)).logits, wanted)
     assert restored.snapshot().digest == cache.snapshot().digest
     assert restored.memory_usage() == cache.memory_usage()
 
@@ -35,13 +36,13 @@ def test_refusals_leave_the_cache_as_it_was(llama, prompt):
     with pytest.raises(errors.SnapshotError, match="empty"):
         cache.snapshot()
     with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
+        llama(**prompt, **named(cache))
     before = cache.snapshot()
     with pytest.raises(errors.SpecError):
         CompressedCache(llama.config, "int:bits=4").restore(before)
     other = CompressedCache(llama.config, SPEC.replace("8", "9"))
     with torch.no_grad():
-        llama(**prompt, past_key_values=other)
+        llama(**prompt, **named(other))
     with pytest.raises(errors.SpecError):
         cache.restore(other.snapshot())
     assert cache.snapshot().digest == before.digest
@@ -70,14 +71,14 @@ def test_fingerprints_know_weights_and_config_and_nothing_else(llama, make_model
 def test_a_restored_cache_keeps_its_kernel_and_its_shape(llama, prompt):
     cache = CompressedCache(llama.config, "int:bits=4", backend="torch")
     with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
+        llama(**prompt, **named(cache))
     saved = cache.snapshot()
     again = CompressedCache(llama.config, "int:bits=4", backend="torch")
     again.restore(saved)
     new = {"input_ids": torch.full((2, 1), 5)}
     with torch.no_grad():
-        wanted = llama(**new, past_key_values=cache).logits
-        assert torch.equal(llama(**new, past_key_values=again).logits, wanted)
+        wanted = llama(**new, **named(cache)).logits
+        assert torch.equal(llama(**new, **named(again)).logits, wanted)
     for layer in again.layers:
         assert layer.cache.stats()["compute"]["requested"] == "torch"
     other = create_cache("int:bits=4", CacheGeometry(2, 1, 16, dtype=torch.float32))

@@ -7,6 +7,7 @@ import torch
 
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CachedDraft, CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def same_as_computed_anew(model, cache, tokens):
     held = cache.get_seq_length()
     fresh = CompressedCache(model.config, "none")
     with torch.no_grad():
-        model(tokens[:, :held], past_key_values=fresh)
+        model(tokens[:, :held], **named(fresh))
     for one, other in zip(cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
@@ -59,7 +60,7 @@ def test_output_is_the_targets_and_no_token_stands_twice(llama, drafts, ids, gre
     target.model.embed_tokens.register_forward_pre_hook(
         lambda module, given: seen.append((one.get_seq_length(), given[0][0, 0].item()))
     )
-    got = target.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    got = target.generate(ids, **greedy, **named(one), assistant_model=helper)
     assert torch.equal(got, wanted)
     # A step begins behind what is held, with the next token.
     assert seen and all(token == got[0, start] for start, token in seen)
@@ -80,7 +81,7 @@ def test_two_lossy_caches_end_with_the_tokens_that_they_say(llama, drafts, ids, 
     one = CompressedCache(llama.config, "turboquant:bits=4,window=32")
     two = CompressedCache(draft.config, "int:bits=4,window=32")
     helper = CachedDraft(draft, two, target=one)
-    got = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    got = llama.generate(ids, **greedy, **named(one), assistant_model=helper)
     assert got.shape[1] == 40 + greedy["max_new_tokens"]
     assert one.get_seq_length() == got.shape[1] - 1
     assert two.get_seq_length() <= got.shape[1]
@@ -94,17 +95,17 @@ def test_a_cache_that_holds_tokens_is_refused_before_it_is_changed(
     draft = drafts["other"]
     one, two = CompressedCache(llama.config, "none"), CompressedCache(draft.config, "none")
     cache, model = (two, draft) if filled == "draft" else (one, llama)
-    model(ids[:, :30], past_key_values=cache)
+    model(ids[:, :30], **named(cache))
     before = cache.snapshot().digest
     helper = CachedDraft(draft, two, target=one)
     with pytest.raises(GeometryError, match=f"the {filled}'s cache holds 30 tokens"):
-        llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+        llama.generate(ids, **greedy, **named(one), assistant_model=helper)
     assert cache.snapshot().digest == before
     assert {one.get_seq_length(), two.get_seq_length()} == {0, 30}
     cache.reset()
-    got = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    got = llama.generate(ids, **greedy, **named(one), assistant_model=helper)
     assert torch.equal(got, llama.generate(ids, **greedy))
     fresh = CompressedCache(llama.config, "none")
     helper = CachedDraft(draft, two, target=fresh)
     with pytest.raises(GeometryError, match="the draft's cache holds"):  # of the text before
-        llama.generate(ids, **greedy, past_key_values=fresh, assistant_model=helper)
+        llama.generate(ids, **greedy, **named(fresh), assistant_model=helper)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, Gemma2Config, LlamaConfig
 
 from kvpact.errors import DeviceError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 SPECS = (
     "trellis:bits=4",
@@ -38,7 +39,7 @@ def waiting(cache):
 def run(model, cache, calls, **options):
     """Give tokens in calls of so many; return the logits of the last call."""
     for number, tokens in enumerate(calls):
-        logits = model(ids(tokens, seed=number), past_key_values=cache, **options).logits
+        logits = model(ids(tokens, seed=number), **named(cache), **options).logits
     return logits
 
 
@@ -83,7 +84,7 @@ def test_how_many_wait(llama):
 def test_padding_is_known_when_they_are_stored(llama, prompt):
     caches = [compressed(llama, "trellis:bits=4", waits) for waits in (True, False)]
     with torch.no_grad():
-        logits = [llama(**prompt, past_key_values=cache).logits[1] for cache in caches]
+        logits = [llama(**prompt, **named(cache)).logits[1] for cache in caches]
     torch.testing.assert_close(*logits)
     assert waiting(caches[0]) == [False, False]
     for cache in caches:

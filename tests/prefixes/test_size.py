@@ -7,6 +7,7 @@ from kvpact import CacheGeometry, create_cache
 from kvpact.data import book_path
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.integrations.transformers.versions import named
 from kvpact.stores import DirectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -24,7 +25,7 @@ def test_a_prefix_takes_less_than_three_tenths_of_fp16(tmp_path):
     with torch.no_grad():
         for start in range(0, TOKENS, 500):
             part = ids[:, start : start + 500]
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **named(cache), logits_to_keep=1)
     with DirectoryStore(tmp_path / "store") as store:
         chunks = prefix_cache(store, model, cache).save(ids)
         assert chunks == TOKENS // 64

@@ -7,6 +7,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.attention import attention_forward
 from kvpact.integrations.transformers.record import RECORDING, _recording, seen_attention
+from kvpact.integrations.transformers.versions import named
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_a_pass_shows_the_keys_that_a_cache_holds_and_the_new_queries(model):
     cache = DynamicCache(config=model.config)
     with seen_attention(model) as seen:
         for part in ids.split(30):
-            run(model, part, past_key_values=cache)
+            run(model, part, **named(cache))
             seen.check()
     assert sorted(seen.layers) == [0, 1] and not seen.bounded
     for index, layer in seen.layers.items():

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpact.integrations.transformers.record import Seen, SeenLayer, seen_attention
+from kvpact.integrations.transformers.versions import named
 from kvpact.recommend import Sensitivity, measure_sensitivity
 from kvpact.recommend.sensitivity import SINKS, WINDOW
 
@@ -40,9 +41,9 @@ def measured_kl(model, ids, read):
         for other in (None, read):
             cache = DynamicCache(config=model.config)
             seen.read = None
-            model(input_ids=ids[None, :CHUNK], past_key_values=cache)
+            model(input_ids=ids[None, :CHUNK], **named(cache))
             seen.read = other
-            out = model(input_ids=ids[None, CHUNK:], past_key_values=cache).logits[0]
+            out = model(input_ids=ids[None, CHUNK:], **named(cache)).logits[0]
             logits.append(out.double().log_softmax(-1))
     exact, changed = logits
     return float((exact.exp() * (exact - changed)).sum(-1).mean())

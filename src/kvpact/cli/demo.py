@@ -55,6 +55,8 @@ def demo(
         ]
         print_document("demo", continuations=told)
         return
+    from kvpact.integrations.transformers.versions import CACHE
+
     console = output_console()
     intro = Text(
         f"{len(ids):,} tokens of a book, then a few lines of it once more, and the model goes on "
@@ -65,7 +67,7 @@ def demo(
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_row(*(_panel(tokenizer, made[0], x) for x in made))
     console.print(grid)
-    say("\ncache = kvpact.CompressedCache(model); model.generate(**inputs, past_key_values=cache)")
+    say(f"\ncache = kvpact.CompressedCache(model); model.generate(**inputs, {CACHE}=cache)")
 
 
 class Continuation(NamedTuple):

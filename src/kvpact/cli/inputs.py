@@ -203,9 +203,11 @@ def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: An
     """Continue a text, ``[1, T]``, greedily unless `options` differ; cached tokens are kept."""
     import torch
 
+    from kvpact.integrations.transformers.versions import named
+
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     ids = ids.to(model.device)
-    options = {**greedy, "past_key_values": cache, "max_new_tokens": new, **options}
+    options = {**greedy, **named(cache), "max_new_tokens": new, **options}
     tokens: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return tokens
 

@@ -47,6 +47,7 @@ def save(
 
     from kvpact.cache import recode
     from kvpact.integrations.transformers.packed_rings import PACKED_RING
+    from kvpact.integrations.transformers.versions import named
 
     candidate = inputs.candidate_of(spec, sliding, budget)
     inputs.check_parent(out)
@@ -59,9 +60,7 @@ def save(
         length = max(length - 1, 1)
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
-            network(
-                ids[:, start : min(start + chunk, length)], past_key_values=cache, logits_to_keep=1
-            )
+            network(ids[:, start : min(start + chunk, length)], logits_to_keep=1, **named(cache))
             report(min(start + chunk, length), length, "tokens")
     held = cache.snapshot(token_ids=ids, identity=_identity(network, adapter, tenant))
     if storage is not None:

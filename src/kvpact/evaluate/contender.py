@@ -15,7 +15,7 @@ LEADERBOARD_GROUP = "kvpact.leaderboard"
 """The group of entry points through which other packages bring their `Contender`."""
 
 CacheMaker = Callable[["PreTrainedModel"], Any]
-"""Called as ``make(model)``; returns an empty cache for ``model(past_key_values=…)``."""
+"""Called as ``make(model)``; returns an empty cache for ``model(cache=…)``."""
 
 
 @dataclass(frozen=True, kw_only=True)

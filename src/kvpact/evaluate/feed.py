@@ -100,7 +100,9 @@ def chunks(ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 def forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     """Return the logits ``[T, V]`` of a chunk after what the cache holds."""
-    output = model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    from kvpact.integrations.transformers.versions import named
+
+    output = model(input_ids=ids[None], use_cache=True, **named(cache))
     logits: Tensor = output.logits[0]
     return logits
 

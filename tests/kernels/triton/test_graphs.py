@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from kvpact.errors import BackendUnavailable, GeometryError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, graphs
 from kvpact.integrations.transformers.graphs import DecodeGraph
+from kvpact.integrations.transformers.versions import named
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,13 +28,13 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
         spec = "turboquant:bits=4/int:bits=8,window=20"
         cache = CompressedCache(model, spec, backend=backend, check="deferred")
         with torch.no_grad():
-            model(ids[:, :40], past_key_values=cache)
+            model(ids[:, :40], **named(cache))
         caches.append(cache)
     steps = DecodeGraph(model, caches[1], room=4)
     for at in range(40, 46):
         token = ids[:, at : at + 1]
         with torch.no_grad():
-            logits.append(model(token, past_key_values=caches[0]).logits)
+            logits.append(model(token, **named(caches[0])).logits)
         found = steps(token)
         assert (found - logits[-1]).norm() <= 1e-3 * logits[-1].norm()
     assert steps.replays == 6 and steps.captures == 2
@@ -62,7 +63,7 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
     ]
     with torch.no_grad():
         for cache in caches:
-            model(ids[:, :62], past_key_values=cache)
+            model(ids[:, :62], **named(cache))
     steps = DecodeGraph(model, caches[1])
     for at in (62, 63, 64, 63, 64):
         token = ids[:, at : at + 1]
@@ -70,7 +71,7 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
             for cache in caches:
                 cache.crop(at - cache.get_seq_length())
         with torch.no_grad():
-            expected = model(token, past_key_values=caches[0]).logits
+            expected = model(token, **named(caches[0])).logits
         done = steps.replays, steps.captures
         with HostReads() as reads:
             found = steps(token)
@@ -96,7 +97,7 @@ def test_what_can_not_be_captured_is_refused(triton_backend):
     with pytest.raises(GeometryError, match="empty"):
         steps(ids[:, :1])
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **named(cache))
     with pytest.raises(BackendUnavailable, match="check='deferred'"):
         steps(ids[:, :1])
     assert cache.get_seq_length() == 9

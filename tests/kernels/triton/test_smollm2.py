@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.graphs import DecodeGraph
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels.triton.digits import fast
 
 CUDA = torch.cuda.is_available()
@@ -38,12 +39,12 @@ def test_steps_of_a_real_model(spec, smollm2, triton_backend, monkeypatch):
     for backend in ("torch", "triton"):
         cache = CompressedCache(model, spec, backend=backend, check="deferred")
         with torch.no_grad():
-            model(prompt, past_key_values=cache)
+            model(prompt, **named(cache))
         caches.append(cache)
     steps = DecodeGraph(model, caches[1], room=STEPS)
     for token in rest.split(1, 1):
         with torch.no_grad():
-            expected = model(token, past_key_values=caches[0]).logits.float()
+            expected = model(token, **named(caches[0])).logits.float()
         found = steps(token).float()
         logits.append((found - expected).norm() / expected.norm())
         assert found.argmax() == expected.argmax()

@@ -1,7 +1,7 @@
-"""kvpact inside Hugging Face transformers: `CompressedCache` goes in as `past_key_values=`.
+"""kvpact inside Hugging Face transformers: `CompressedCache` goes in as `cache=`.
 
-`enable` lets a model's `generate` make one by itself, and `PagedBatch` is for sequences of a
-`PagedKVCache`.
+Before transformers 5.24 that argument is called `past_key_values=`. `enable` lets a model's
+`generate` make a cache by itself, and `PagedBatch` is for sequences of a `PagedKVCache`.
 """
 
 from kvpact.errors import BackendUnavailable

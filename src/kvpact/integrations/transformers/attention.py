@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -27,6 +27,7 @@ from kvpact.integrations.transformers.indexed import chosen
 from kvpact.integrations.transformers.latent import meet_class
 from kvpact.integrations.transformers.shared import Asked
 from kvpact.integrations.transformers.tokens import NewTokens, read_before_stored
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
@@ -44,7 +45,9 @@ HONOURED = frozenset(
 """Arguments by name that are taken into account, besides those of `attention_forward`."""
 HARMLESS = frozenset(
     {
+        "cache",
         "cache_params",
+        "cache_position",
         "deterministic",
         "encoder_hidden_states",
         "input_ids",

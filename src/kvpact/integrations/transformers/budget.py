@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from transformers import PreTrainedConfig
-
 from kvpact.cache.budgets import Budget, budget_of, ladder_of
 from kvpact.errors import SpecError
 from kvpact.geometry import check_count
 from kvpact.integrations.sizes import layers_of, planned
 from kvpact.integrations.transformers.facts import LayerFacts
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
 _LONG = 1 << 22

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+from transformers import PreTrainedModel
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import known_snapshot
@@ -37,6 +36,7 @@ from kvpact.integrations.transformers.packed_rings import restored_rings, ring_s
 from kvpact.integrations.transformers.records import checked, restore_records, saved
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
+from kvpact.integrations.transformers.versions import LAYER_CLASSES, PreTrainedConfig
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
@@ -49,7 +49,7 @@ class _NoMaximum(KVPactError, AttributeError):
 
 
 class CompressedCache(Evicting):
-    """A compressed KV cache for `model(…, past_key_values=cache)` and `model.generate`.
+    """A compressed KV cache for `model(…, cache=cache)` and `model.generate`.
 
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep
     transformers' own cache layer. Attention goes over the packed slots if the model's attention
@@ -175,7 +175,7 @@ class CompressedCache(Evicting):
                 own: Any = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
                 own = CompressedHybridLayer if kind == "hybrid" else own
                 if kind in ENTRIES:
-                    own = entries_class(DYNAMIC_LAYER_TYPE_MAPPING[kind])
+                    own = entries_class(LAYER_CLASSES[kind])
                 if index in makers:
                     own, more = CompressedValueLayer, {"keys": makers[index]}
                 layers.append(own(shared, next(indices), **more))
@@ -184,7 +184,7 @@ class CompressedCache(Evicting):
                 layers.append(CompressedSlidingLayer(rings, next(ring), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
+                layers.append(LAYER_CLASSES[kind](**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
 
     @property
@@ -193,7 +193,7 @@ class CompressedCache(Evicting):
         raise _NoMaximum(
             "a compressed cache has no max_cache_len. PEFT's prefix tuning asks for it, to put a "
             "cache of its own in the place of an empty one, so that nothing would be compressed: "
-            "run prefix tuning without past_key_values"
+            "run prefix tuning without a cache"
         )
 
     def snapshot(

@@ -18,6 +18,7 @@ from kvpact.integrations.transformers.offsets import (
     rope_by_length,
 )
 from kvpact.integrations.transformers.record import SeenLayer, seen_attention
+from kvpact.integrations.transformers.versions import configs_by_layer
 from kvpact.kernels import RowOffset
 from kvpact.key_rotation import KeyRotation
 from kvpact.spec import Spec
@@ -132,7 +133,7 @@ def output_energies(model: Any) -> dict[int, Tensor]:
         plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
         if layer is None or not plain or weight.is_meta:
             continue
-        own = config.per_layer_config[layer]
+        own = configs_by_layer(config)[layer]
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         if weight.shape[1] != own.num_attention_heads * (getattr(attention, "head_dim", None) or 0):
             continue

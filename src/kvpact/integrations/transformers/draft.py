@@ -7,13 +7,14 @@ from typing import Any
 from transformers import Cache
 
 from kvpact.errors import GeometryError
+from kvpact.integrations.transformers.versions import CACHE, given_cache
 
 
 class CachedDraft:
     """A draft model that keeps its tokens in a given cache.
 
     transformers' assisted generation makes the draft's cache itself; with
-    `model.generate(…, past_key_values=one, assistant_model=CachedDraft(draft, two, target=one))` it
+    `model.generate(…, cache=one, assistant_model=CachedDraft(draft, two, target=one))` it
     uses this one. Both caches are rolled back when tokens are rejected.
 
     Both caches have to be empty: transformers (5.23) passes the whole prompt again in the first
@@ -45,12 +46,12 @@ class CachedDraft:
         GeometryError
             A text begins and one of the caches holds tokens; nothing was computed.
         """
-        if kwargs.get("past_key_values") is None:  # a text's first step: later ones bring it along
+        if given_cache(kwargs) is None:  # a text's first step: later ones bring it along
             for name, cache in (("draft", self.cache), ("target", self.target)):
                 if held := cache.get_seq_length():
                     raise GeometryError(
                         f"the {name}'s cache holds {held} tokens, but assisted generation passes "
                         "the whole prompt: begin with empty caches, or generate without a draft"
                     )
-            kwargs["past_key_values"] = self.cache
+            kwargs[CACHE] = self.cache
         return self.model.generate(*args, **kwargs)

@@ -13,13 +13,13 @@ from weakref import ref
 
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.versions import CACHE, CACHE_NAMES, expect_crops
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
@@ -27,7 +27,6 @@ PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
 _NO_MATTER = (None, "hybrid")
 """Values of a model's own ``cache_implementation`` without effect."""
-_CACHE = "past_key_values"
 _BATCHING = "init_continuous_batching"
 _lock = threading.Lock()
 
@@ -121,7 +120,7 @@ class _CacheMaker(_Hook):
     ) -> Any:
         """Prepare a cache as the model's class does, then replace it in `model_kwargs`."""
         mode = args[0] if args else kwargs.get("generation_mode")
-        given = any(model_kwargs.get(name) is not None for name in ALL_CACHE_NAMES)
+        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         if given or generation_config.use_cache is False:
             return self.method(generation_config, model_kwargs, *args, **kwargs)
         if (kind := generation_config.cache_implementation) is not None:
@@ -135,10 +134,10 @@ class _CacheMaker(_Hook):
                 "caches only: generate without a draft, or disable(model) first"
             )
         result = self.method(generation_config, model_kwargs, *args, **kwargs)
-        cache = self._compressed(model_kwargs.get(_CACHE))
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs[_CACHE] = cache
+        cache = self._compressed(model_kwargs.get(CACHE))
+        if generation_config.is_assistant or mode == GenerationMode.ASSISTED_GENERATION:
+            expect_crops(cache, generation_config.is_assistant)
+        model_kwargs[CACHE] = cache
         return result
 
     def _compressed(self, made: Any) -> Any:
@@ -185,9 +184,9 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     """Let a model's `generate` use compressed caches wherever its caller passes none.
 
     Pipelines, servers and all else that calls `model.generate` then have a new `CompressedCache`
-    for every call; a caller's own ``past_key_values`` or ``use_cache=False`` stays as it is. Greedy
+    for every call; a caller's own ``cache`` or ``use_cache=False`` stays as it is. Greedy
     search, sampling, beams, assisted generation and padded batches work as with a cache that is
-    passed. ``generate(…, return_dict_in_generate=True).past_key_values`` is the cache, with its
+    passed. ``generate(…, return_dict_in_generate=True).cache`` is the cache, with its
     `stats`. A loop that calls the model itself passes a cache itself.
 
     Two attributes of this one model are set, nothing of its class or of transformers; `disable`
@@ -233,7 +232,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     if options.get("check") == "deferred":
         raise EnableError(
             "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "
-            "past_key_values=CompressedCache(model, …, check='deferred') and call its verify()"
+            f"{CACHE}=CompressedCache(model, …, check='deferred') and call its verify()"
         )
     maker = _CacheMaker(model, spec, options)
     with _lock:
@@ -284,7 +283,7 @@ def check_servable(model: Any) -> None:
     if not {"generation_config", "model_kwargs"} <= set(prepare.parameters):
         raise EnableError(
             f"{name} makes its cache in a way of its own, which kvpact can't replace: pass "
-            "past_key_values=CompressedCache(model, …) where it takes one"
+            f"{CACHE}=CompressedCache(model, …) where it takes one"
         )
     if not _prepares(kind):
         parts = [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Moment
@@ -18,6 +18,7 @@ from kvpact.cache.rows import check_rows, refuse_pickling
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count
+from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
@@ -27,9 +28,10 @@ from kvpact.integrations.transformers.made_keys import CompressedValueLayer
 from kvpact.integrations.transformers.records import check_removable, forget, records_of
 from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.versions import LinearAttentionCacheLayerMixin
 
 REMEDY = (
-    "this model's cross-attention wants a cache of its own: pass past_key_values="
+    f"this model's cross-attention wants a cache of its own: pass {versions.CACHE}="
     "EncoderDecoderCache(CompressedCache(model, spec), DynamicCache()), or none after "
     "enable(model, spec)"
 )
@@ -192,15 +194,12 @@ class EngineCache(Summarized, Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 of them very often."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
-            )
+        held = max(map(_tokens_of, self.layers), default=0)
+        own, count = self._own_layers(), -versions.tokens_to_remove(tokens_to_remove, held)
         self._order.forget()
-        own, count = self._own_layers(), -tokens_to_remove
         rings = [layer for layer in self.layers if isinstance(layer, CompressedSlidingLayer)]
         # Layers of which a call that failed had reached only some become equal again.
-        length = max(max(map(_tokens_of, self.layers), default=0) - count, 0)
+        length = max(held - count, 0)
         if count:
             own = [x for x in own if not _counts(x) or _tokens_of(x) > length]
             check_removable([*own, *rings], count)

@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
-
 from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.versions import LAYER_CLASSES, cache_layers, configs_by_layer
 
 INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
 """Types of layers that choose the tokens they attend to."""
@@ -68,14 +67,14 @@ def layer_facts(config: Any) -> LayerFacts:
     known = _known.get(id(config))
     if known is not None and known[0]() is config and known[1] == state:
         return known[2]
-    types, options = get_layer_types_and_kwargs(config)
-    if not set(types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():  # some are known with the model's code
+    types, options = cache_layers(config)
+    if not set(types) <= LAYER_CLASSES.keys():  # some are known with the model's code
         with suppress(ImportError):
             importlib.import_module(modeling_module(config))
-    for unknown in sorted(set(types) - DYNAMIC_LAYER_TYPE_MAPPING.keys()):
+    for unknown in sorted(set(types) - LAYER_CLASSES.keys()):
         raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
     # Some configs have a value for each layer, and none for all.
-    widths = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
+    widths = {getattr(layer, "kv_lora_rank", None) for layer in configs_by_layer(config)}
     widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
     modes = getattr(config, "kv_sharing_modes", None) or ()

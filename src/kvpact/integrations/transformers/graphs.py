@@ -21,6 +21,7 @@ from kvpact.cache.quick import counted
 from kvpact.cache.room import rewind
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.versions import named
 from kvpact.kernels.triton.backend import installed
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class DecodeGraph:
     Examples
     --------
     >>> cache = CompressedCache(model, "turboquant:bits=4", check="deferred")  # doctest: +SKIP
-    >>> logits = model(prompt, past_key_values=cache).logits[:, -1:]  # doctest: +SKIP
+    >>> logits = model(prompt, cache=cache).logits[:, -1:]  # doctest: +SKIP
     >>> steps = DecodeGraph(model, cache)  # doctest: +SKIP
     >>> for _ in range(100):  # doctest: +SKIP
     ...     logits = steps(logits.argmax(-1))
@@ -171,7 +172,7 @@ class DecodeGraph:
         return self._forward(ids, self._layers()[0].length - self._padding)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        given = {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        given = {"position_ids": positions, "use_cache": True, **named(self.cache)}
         logits: Tensor = self.model(ids, **given).logits
         return logits
 

@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from kvpact.errors import KVPactError, SpecError
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 

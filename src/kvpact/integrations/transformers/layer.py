@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.parts import MOST_STEP
@@ -14,12 +13,13 @@ from kvpact.cache.room import Moment
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.versions import CacheLayer, LinearAttentionLayer, new_tokens
 from kvpact.spec import Spec
 
 _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
-class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class CompressedLayer(CacheLayer):  # type: ignore[no-untyped-call]
     """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`.
 
     Rollbacks, beams and the like concern all layers at once: `EngineCache` carries them out.
@@ -126,9 +126,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             total = 0 if cache is None else cache.seq_len(self._index)
         return total + self._shared.gone
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
-        gone = self._shared.gone
+        gone, query_length = self._shared.gone, new_tokens(query_length)
         if not torch.compiler.is_compiling():
             self._shared.heap.begin(query_length)
         return self.get_seq_length() - gone + query_length, gone

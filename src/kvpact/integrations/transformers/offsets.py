@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import PreTrainedConfig
 
 from kvpact.cache import check_layer
 from kvpact.errors import DtypeError, SpecError
 from kvpact.integrations.transformers.fallback import say_once
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
 
 _BY_LENGTH = ("dynamic", "longrope", "su")

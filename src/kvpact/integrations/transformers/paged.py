@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedConfig
-
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.stats import Summary
@@ -14,10 +12,11 @@ from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 
 
 class PagedBatch(EngineCache):
-    """Sequences of a paged cache as the batch of one call, `model(…, past_key_values=batch)`.
+    """Sequences of a paged cache as the batch of one call, `model(…, cache=batch)`.
 
     It holds nothing itself: an engine makes one for whichever sequences run next.
 

@@ -17,6 +17,7 @@ from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
 from kvpact.integrations.transformers.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.records import record_shapes
+from kvpact.integrations.transformers.versions import named
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
@@ -92,7 +93,7 @@ class TextPrefixes(PrefixCache):
         Examples
         --------
         >>> prefixes.prefill(input_ids)
-        >>> tokens = model.generate(input_ids, past_key_values=cache)
+        >>> tokens = model.generate(input_ids, cache=cache)
         >>> prefixes.save(tokens)
         """
         ids = token_ids(tokens)
@@ -130,7 +131,7 @@ class TextPrefixes(PrefixCache):
             positions = torch.arange(first, last, dtype=torch.long, device=device)
             more["position_ids"] = positions[None]
         self._ids = None
-        self.model(input_ids=given, past_key_values=self.cache, use_cache=True, **more)
+        self.model(input_ids=given, **named(self.cache), use_cache=True, **more)
         self._ids = ids[:last]
 
 
@@ -173,7 +174,7 @@ def _probed(cache: CompressedCache, model: Any) -> CompressedCache:
     if cache.held() is not None:
         return cache
     probe = deepcopy(cache)
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe)
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **named(probe))
     return probe
 
 
@@ -226,7 +227,7 @@ def prefix_cache(
     >>> cache = CompressedCache(model, "turboquant:bits=4")
     >>> prefixes = prefix_cache(store, model, cache)
     >>> prefixes.prefill(input_ids)
-    >>> tokens = model.generate(input_ids, past_key_values=cache)
+    >>> tokens = model.generate(input_ids, cache=cache)
     >>> prefixes.save(tokens)
     """
     require_adapter_name(model, adapter)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 
 SINKS = 4
 """First tokens that are kept."""

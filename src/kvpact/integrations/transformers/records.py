@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers.entries import EntriesLayer
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.packed_rings import PACKED_RING
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.versions import LinearAttentionCacheLayerMixin
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState
 
@@ -288,6 +288,7 @@ def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -
                 layer.is_initialized = True
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = record.tokens
-                layer._sliding_window_tensor = layer._sliding_window_tensor.to(tensor.device)
+                window = getattr(layer, "_sliding_window_tensor", None)  # from 5.0 on
+                layer._sliding_window_tensor = None if window is None else window.to(tensor.device)
             if isinstance(layer, EntriesLayer):
                 layer.stand_at(record.tokens)

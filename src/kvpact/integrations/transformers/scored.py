@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.versions import given_cache
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def pressed(model: PreTrainedModel, cache: CompressedCache, press: Any) -> Itera
     Examples
     --------
     >>> with pressed(model, cache, KnormPress(0.3)):
-    ...     model(input_ids, past_key_values=cache)
+    ...     model(input_ids, cache=cache)
     """
     ratio = getattr(press, "compression_ratio", None)
     if not callable(getattr(press, "score", None)) or not isinstance(ratio, int | float):
@@ -58,7 +59,7 @@ def pressed(model: PreTrainedModel, cache: CompressedCache, press: Any) -> Itera
 
     def score(module: Any, args: tuple[Any, ...], given: dict[str, Any], output: Any) -> None:
         layer: Any = cache.layers[module.layer_idx]
-        if given.get("past_key_values") is not cache or module.layer_idx not in wanted:
+        if given_cache(given) is not cache or module.layer_idx not in wanted:
             return
         hidden = given["hidden_states"] if "hidden_states" in given else args[0]
         scores = press.score(module, hidden, layer.keys, layer.values, output[1], given)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
 from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, layer_facts
 from kvpact.integrations.transformers.made_keys import attentions_without_values
+from kvpact.integrations.transformers.versions import PreTrainedConfig, configs_by_layer, named
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
@@ -36,13 +37,14 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
                 model = build(config, dtype=_DTYPE).eval()
             facts = layer_facts(decoder)
             cache = DynamicCache(config=config)
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **named(cache), use_cache=True)
     except Exception as error:  # whatever the code of a model raises
         raise KVPactError(
             f"what {type(config).__name__} caches can't be found without weights "
             f"({first_line(error)}); give --layers, --kv-heads and --head-dim in its place"
         ) from error
-    parts = zip(facts.types, cache.layers, facts.options, decoder.per_layer_config, strict=True)
+    configs = configs_by_layer(decoder)[: len(facts.types)]
+    parts = zip(facts.types, cache.layers, facts.options, configs, strict=True)
     made = attentions_without_values(model)
     shapes = [_shape(*part, dtype) for part in parts]
     return [x._replace(k_eq_v=x.compressed and i in made) for i, x in enumerate(shapes)]

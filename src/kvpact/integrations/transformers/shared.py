@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.budgets import Budget
@@ -18,6 +17,7 @@ from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.gaps import Gaps
+from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec

@@ -21,6 +21,7 @@ from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.packed_rings import packed_ring
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.versions import new_tokens
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec, parse_spec
 
@@ -162,11 +163,11 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Tokens seen, also those that were let go of."""
         return self.begin + super().get_seq_length()
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
         seen = self.get_seq_length()
         kept = min(seen, self.sliding_window - 1)
-        return kept + query_length, seen - kept
+        return kept + new_tokens(query_length), seen - kept
 
     def get_max_length(self) -> int:
         """The window."""
