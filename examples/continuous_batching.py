@@ -23,6 +23,7 @@ from kvpact.data import book_path
 from kvpact.errors import CacheFull
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import PagedBatch
+from kvpact.integrations.transformers.versions import named
 
 
 @dataclass
@@ -64,8 +65,8 @@ def forward(model: Any, cache: PagedKVCache, seqs: list[int], tokens: list[list[
     output = model(
         torch.tensor(tokens),
         position_ids=torch.tensor(positions),
-        cache=PagedBatch(model.config, cache, seqs),
         logits_to_keep=1,
+        **named(PagedBatch(model.config, cache, seqs)),
     )
     return output.logits[:, -1].argmax(-1).tolist()
 

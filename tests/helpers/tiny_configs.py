@@ -6,30 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from families import Family
 from torch import Tensor
-from transformers import (
-    AutoModel,
-    DeepseekV3Config,
-    DeepseekV4Config,
-    DeepseekV32Config,
-    FalconH1Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    InklingTextConfig,
-    Lfm2Config,
-    PreTrainedConfig,
-    Qwen3NextConfig,
-)
-from transformers.models.axk2.configuration_axk2 import AXK2Config
-from transformers.models.dots3_note import Dots3NoteTextConfig
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
-from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
-from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
-from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
-from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+from transformers import AutoModel, DeepseekV3Config, Gemma3TextConfig
 
 from kvpact.integrations.transformers.versions import named
+
+DeepseekV32Config = Family("DeepseekV32Config")
+DeepseekV4Config = Family("DeepseekV4Config")
+Dots3NoteTextConfig = Family("dots3_note.Dots3NoteTextConfig")
+FalconH1Config = Family("FalconH1Config")
+Gemma4TextConfig = Family("Gemma4TextConfig")
+InklingTextConfig = Family("InklingTextConfig")
+Lfm2Config = Family("Lfm2Config")
+Qwen3NextConfig = Family("Qwen3NextConfig")
+AXK2Config = Family("axk2.configuration_axk2.AXK2Config")
+Glm5NextTextConfig = Family("glm5_next.configuration_glm5_next.Glm5NextTextConfig")
+GlmMoeDsaConfig = Family("glm_moe_dsa.configuration_glm_moe_dsa.GlmMoeDsaConfig")
+HYV4Config = Family("hy_v4.configuration_hy_v4.HYV4Config")
+MiniMaxM3VLTextConfig = Family("minimax_m3_vl.MiniMaxM3VLTextConfig")
+_MISTRAL = "mistral_large4.configuration_mistral_large4"
+MistralLarge4TextConfig = Family(f"{_MISTRAL}.MistralLarge4TextConfig")
+Qwen4ExpTextConfig = Family("qwen4_exp.configuration_qwen4_exp.Qwen4ExpTextConfig")
 
 WINDOW = 16
 """Tokens of layers with a window."""
@@ -65,7 +63,7 @@ LATENT = {
 """Sizes of the latent attention of DeepSeek-V2, V3 and V3.2."""
 
 
-def deepseek(sizes: Sizes, config: type[PreTrainedConfig] = DeepseekV3Config, **more: Any) -> Any:
+def deepseek(sizes: Sizes, config: Any = DeepseekV3Config, **more: Any) -> Any:
     """Return a DeepSeek that caches latents."""
     return config(**sizes | LATENT | more)
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 from tiny_configs import INDEXED, KINDS, MADE, SIZES, TextModel
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
@@ -83,12 +84,14 @@ _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}
 """Models of which transformers has no version with logits."""
 
 
-def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
+def tiny_config(name: str, **more: Any) -> Any:
     """Return the config of a model, by the name of its type or of a maker in `tiny_configs`."""
     for makers in (KINDS, INDEXED, MADE):
         if name in makers:
-            made: PreTrainedConfig = makers[name](dict(SIZES), **more)
+            made = makers[name](dict(SIZES), **more)
             return made
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
     kind, own = CONFIG_MAPPING[name], _OWN[name]
     base = kind()
     given = {x: n for x, n in _SMALL.items() if vars(base).get(x) is not None}
@@ -97,7 +100,7 @@ def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
         types = list(dict.fromkeys(types))
         given["layer_types"] = (types * 2)[: max(2, len(types))]
         given["num_hidden_layers"] = len(given["layer_types"])
-    config: PreTrainedConfig = kind(**SIZES | given | own)
+    config = kind(**SIZES | given | own)
     return config
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import rope
 from tiny_configs import gemma3
 from transformers import CohereConfig, DynamicCache, LlamaConfig, Qwen2Config
 
@@ -54,7 +55,8 @@ def test_rope_of_a_models_full_attention_layers(make_model, sizes):
     """Gemma 3's sliding layers turn faster; only the others are compressed."""
     model = make_model(gemma3(sizes, "sliding", "full", "sliding", sliding_window=32))
     rotations = key_rotations(model)
-    full = model.model.rotary_emb.full_attention_inv_freq
+    rotary = model.model.rotary_emb
+    full = getattr(rotary, "full_attention_inv_freq", getattr(rotary, "inv_freq", None))
     assert torch.equal(rotations[1].frequencies, full.float())
     assert not torch.equal(rotations[0].frequencies, full.float())
     calibration = calibrate(model, texts(1), SPECS)
@@ -71,7 +73,7 @@ def test_rope_of_a_models_full_attention_layers(make_model, sizes):
 
 def test_no_rotation_where_it_is_not_known(make_model, sizes):
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_model(LlamaConfig(**{**sizes, "rope_parameters": scaling}))
+    model = make_model(LlamaConfig(**sizes, **rope(**scaling)))
     assert key_rotations(model) == {}
     calibration = calibrate(model, texts(1), SPECS[:1])
     assert "frequencies" not in calibration.layers[0].k["pca/1"]

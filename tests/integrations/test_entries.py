@@ -7,13 +7,12 @@ import pytest
 import torch
 from tiny_configs import deepseek_v4, interrupted, run
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import kvpact
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
-from kvpact.integrations.transformers.versions import named
+from kvpact.integrations.transformers.versions import LAYER_CLASSES, named
 from kvpact.stores import MemoryStore
 
 SPECS = ("none", "int:bits=8,sinks=2,window=8", "trellis:bits=4,sinks=0,window=8")
@@ -192,7 +191,7 @@ def test_an_interrupted_call_makes_no_snapshot(model, ids):
 
 def test_transformers_own_layers_stay_what_they_are(model):
     CompressedCache(model, "none")
-    assert "kvpact" not in repr([x.__module__ for x in DYNAMIC_LAYER_TYPE_MAPPING.values()])
+    assert "kvpact" not in repr([x.__module__ for x in LAYER_CLASSES.values()])
     assert type(DynamicCache(config=model.config).layers[1]).__name__ == "DeepseekV4HCACache"
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import rope, rotary_share
 from transformers import (
     DynamicCache,
     GPTNeoXConfig,
@@ -31,7 +32,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 128}
 MODELS = {
     "qwen2": lambda s: Qwen2Config(**s | WIDE),
-    "qwen2_yarn": lambda s: Qwen2Config(**s | WIDE, rope_parameters=YARN),
+    "qwen2_yarn": lambda s: Qwen2Config(**s | WIDE, **rope(**YARN)),
     "phi": lambda s: PhiConfig(**s | WIDE),
     "starcoder2": lambda s: Starcoder2Config(**s | WIDE),
     "gpt_neox": lambda s: GPTNeoXConfig(
@@ -113,7 +114,7 @@ def test_a_large_bias_costs_no_precision(name, positions, make_model, sizes, pro
     if name == "gpt_oss":
         register_attention()
         model.set_attn_implementation("kvpact")
-    rotary = int(DIM * model.config.rope_parameters.get("partial_rotary_factor", 1.0))
+    rotary = int(DIM * rotary_share(model.config))
     give_bias(model, rotary, 0.0)
     without = error(model, lambda: CompressedCache(model, SPEC), prompt, positions)
     give_bias(model, rotary)
@@ -197,7 +198,7 @@ def test_models_without_such_a_bias_have_no_offsets(make_model, sizes, fallbacks
     for config in (LlamaConfig(**sizes), Qwen3Config(**sizes, head_dim=DIM)):
         assert key_offsets(make_model(config)) == {}
     assert key_offsets(make_model(Qwen2Config(**sizes | WIDE))) == {}
-    by_length = give_bias(make_model(Qwen2Config(**sizes | WIDE, rope_parameters=long)))
+    by_length = give_bias(make_model(Qwen2Config(**sizes | WIDE, **rope(**long))))
     assert key_offsets(by_length) == {}
     normed = give_bias(make_model(PhiConfig(**sizes | WIDE, qk_layernorm=True)), 32)
     assert key_offsets(normed) == {}

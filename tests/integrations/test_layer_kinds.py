@@ -5,8 +5,16 @@ import copy
 import pytest
 import torch
 from closeness import WHOLE_BOUND, error
-from tiny_configs import KINDS, WINDOW, dots3, gemma4_k_eq_v, run
-from transformers import DynamicCache, Gemma3nTextConfig, Gemma4TextConfig, LlamaConfig
+from tiny_configs import (
+    KINDS,
+    WINDOW,
+    DeepseekV4Config,
+    Gemma4TextConfig,
+    dots3,
+    gemma4_k_eq_v,
+    run,
+)
+from transformers import DynamicCache, Gemma3nTextConfig, LlamaConfig
 
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention
@@ -159,8 +167,6 @@ def test_rows_that_are_not_there_change_nothing(name, filled, ids):
 
 def test_kinds_of_layers_that_a_model_s_file_brings_are_known_from_its_config(sizes):
     """Where only the config was imported, transformers does not know them yet."""
-    from transformers import DeepseekV4Config
-
     cache = CompressedCache(DeepseekV4Config(**sizes), "none")
     assert "CompressedDeepseekV4HCACache" in map(repr, cache.layers)
 

@@ -1,11 +1,14 @@
 """Prefixes in transformers: what is loaded is not computed, and kinds never meet."""
 
 import copy
+from inspect import getsource
 
+import families
 import pytest
 import torch
+import transformers
 from tiny_configs import deepseek, gemma3
-from transformers import LlamaConfig
+from transformers import GenerationMixin, LlamaConfig
 
 from kvpact.errors import GeometryError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import model_fingerprint
@@ -76,6 +79,9 @@ def test_a_chat_goes_on_from_its_own_answers(llama, ids, greedy):
 
 
 def test_chunked_prefill_goes_on_behind_the_prefix(llama, ids, greedy, computed):
+    prefill = getattr(GenerationMixin, "_prefill", None)
+    if prefill is None or "next_sequence_length" not in getsource(prefill):
+        pytest.skip("this transformers passes the whole prompt again, whatever a cache holds")
     with MemoryStore() as store:
         wanted, *_ = generate(llama, store, ids, greedy)
         options = {**greedy, "prefill_chunk_size": 3}
@@ -156,9 +162,11 @@ def test_rope_that_depends_on_the_length_is_refused(make_model, sizes, rope, by_
     if by_layer:
         plain = {"rope_type": "default", "rope_theta": 1e4}
         ropes = {"sliding_attention": plain, "full_attention": rope}
+        if not hasattr(transformers, "PreTrainedConfig"):
+            pytest.skip("this transformers has one rotation for all layers")
         config = gemma3(sizes, "full", "full", rope_parameters=ropes)
     else:
-        config = LlamaConfig(**sizes, rope_parameters=rope)
+        config = LlamaConfig(**sizes, **families.rope(**rope))
     model = make_model(config)
     with MemoryStore() as store, pytest.raises(SnapshotError, match=rope["rope_type"]):
         prefix_cache(store, model, CompressedCache(model.config, "none"))
@@ -166,7 +174,7 @@ def test_rope_that_depends_on_the_length_is_refused(make_model, sizes, rope, by_
 
 def test_other_rope_is_taken(make_model, sizes, ids, greedy):
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-    model = make_model(LlamaConfig(**sizes, rope_parameters=rope))
+    model = make_model(LlamaConfig(**sizes, **families.rope(**rope)))
     with MemoryStore() as store:
         assert [generate(model, store, ids, greedy)[1] for _ in range(2)] == [0, 192]
 

@@ -68,7 +68,8 @@ def test_output_is_the_targets_and_no_token_stands_twice(llama, drafts, ids, gre
     assert two.get_seq_length() <= got.shape[1]
     same_as_computed_anew(llama, one, got)
     # The draft's own tokens may differ from the accepted ones only at its very end.
-    two.crop(-(max(two.get_seq_length() - (got.shape[1] - 1 - count), 0)))
+    if two.get_seq_length() > got.shape[1] - 1 - count:
+        two.crop(got.shape[1] - 1 - count - two.get_seq_length())
     same_as_computed_anew(draft, two, got)
     rejected = helper.candidates - greedy["max_new_tokens"]
     if name == "wrong":

@@ -68,7 +68,9 @@ class PackagedModel:
             installed = version(self.package)
         except PackageNotFoundError:
             raise BackendUnavailable(f"the {self.title} model is missing: {self.install}") from None
-        return model_cache_dir() / "models" / f"{self.name}-{installed}"
+        # What transformers 5 saves of a tokenizer can't be read by 4.
+        old = "-4" if find_spec("transformers") and version("transformers") < "5" else ""
+        return model_cache_dir() / "models" / f"{self.name}-{installed}{old}"
 
 
 # Without --no-deps pip would also build a second inference engine that nothing here uses.
@@ -269,14 +271,15 @@ def quiet_transformers() -> Iterator[None]:
     """Hold back the notices and weight bars of transformers; bars of a hub's download stay."""
     from transformers.utils import logging as own
 
+    from kvpact.integrations.transformers.versions import without_bars
+
     verbosity = own.get_verbosity()
-    hook = own.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
     own.set_verbosity(logging.ERROR)
     try:
-        yield
+        with without_bars():
+            yield
     finally:
         own.set_verbosity(verbosity)
-        own.set_tqdm_hook(hook)
 
 
 def _file(module: str, name: str) -> Path | None:
@@ -342,7 +345,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
         )
         # The weights are plain fp32 from here on: nothing may take them for quantised ones.
-        del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
         model.hf_quantizer = None
         model.is_quantized = False
         model.save_pretrained(folder)

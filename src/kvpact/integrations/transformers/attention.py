@@ -20,14 +20,18 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
-from kvpact.integrations.transformers.facts import modeling_module
 from kvpact.integrations.transformers.fallback import say_once
 from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, untraced
 from kvpact.integrations.transformers.indexed import chosen
 from kvpact.integrations.transformers.latent import meet_class
 from kvpact.integrations.transformers.shared import Asked
 from kvpact.integrations.transformers.tokens import NewTokens, read_before_stored
-from kvpact.integrations.transformers.versions import PreTrainedConfig
+from kvpact.integrations.transformers.versions import (
+    CACHE,
+    PreTrainedConfig,
+    check_index,
+    modeling_module,
+)
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
@@ -45,7 +49,6 @@ HONOURED = frozenset(
 """Arguments by name that are taken into account, besides those of `attention_forward`."""
 HARMLESS = frozenset(
     {
-        "cache",
         "cache_params",
         "cache_position",
         "deterministic",
@@ -102,6 +105,7 @@ def attention_forward(
         fresh = read_before_stored(key)
     compressed, seen = tokens is not None or fresh is not None, attention_mask
     if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        check_index()
         attention_mask = chosen(module, seen, query.shape[2], key.shape[2], kwargs)
     if compressed and module.training:
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
@@ -145,6 +149,8 @@ def attention_forward(
 
 def _refuse_others(kwargs: dict[str, Any]) -> None:
     """Raise if an argument says something about attention that would be ignored."""
+    if kwargs.get("cache") is not None:
+        raise KVPactError(f"this transformers calls a cache {CACHE}: pass {CACHE}=cache")
     others = kwargs.keys() - _KNOWN
     given = [name for name in others if kwargs[name] is not None and kwargs[name] is not False]
     if given:

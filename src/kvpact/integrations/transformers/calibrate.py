@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
 from kvpact.errors import GeometryError
 from kvpact.integrations.fingerprint import model_fingerprint
+from kvpact.integrations.transformers.facts import SLIDING
 from kvpact.integrations.transformers.offsets import (
     key_layout,
     key_offsets,
@@ -109,10 +110,12 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
     kinds = getattr(config, "layer_types", None) or []
     found = {}
     rotary = next((m for _, m in modules_named(model, "rotary_emb") if _turns(m)), None)
+    local = next((m for _, m in modules_named(model, "rotary_emb_local") if _turns(m)), rotary)
     for _, attention in modules_named(model, "self_attn", "attention"):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
-        frequencies = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+        turns = local if kind == SLIDING else rotary  # before 5.0 a module for each
+        frequencies = getattr(turns, f"{kind}_inv_freq", getattr(turns, "inv_freq", None))
         if layer is not None and layout is not None and isinstance(frequencies, Tensor):
             found[layer] = KeyRotation.of(frequencies, layout)
     return found

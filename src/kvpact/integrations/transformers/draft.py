@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from transformers import Cache
 
 from kvpact.errors import GeometryError
-from kvpact.integrations.transformers.versions import CACHE, given_cache
+from kvpact.integrations.transformers.versions import CACHE, DRAFTS_CACHE, given_cache
 
 
 class CachedDraft:
@@ -54,4 +55,8 @@ class CachedDraft:
                         "the whole prompt: begin with empty caches, or generate without a draft"
                     )
             kwargs[CACHE] = self.cache
+        asked = kwargs.get("generation_config")
+        if asked is not None and asked.cache_implementation == DRAFTS_CACHE:
+            kwargs["generation_config"] = asked = copy(asked)
+            asked.cache_implementation = None
         return self.model.generate(*args, **kwargs)

@@ -19,7 +19,12 @@ from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.integrations.transformers.versions import CACHE, CACHE_NAMES, expect_crops
+from kvpact.integrations.transformers.versions import (
+    CACHE,
+    CACHE_NAMES,
+    DRAFTS_CACHE,
+    expect_crops,
+)
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
@@ -123,7 +128,8 @@ class _CacheMaker(_Hook):
         given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         if given or generation_config.use_cache is False:
             return self.method(generation_config, model_kwargs, *args, **kwargs)
-        if (kind := generation_config.cache_implementation) is not None:
+        kind, draft = generation_config.cache_implementation, generation_config.is_assistant
+        if kind is not None and not (draft and kind == DRAFTS_CACHE):
             raise EnableError(
                 f"cache_implementation={kind!r} asks for another cache than the one that `enable` "
                 "has set: leave it out, or disable(model) first"
@@ -135,13 +141,17 @@ class _CacheMaker(_Hook):
             )
         result = self.method(generation_config, model_kwargs, *args, **kwargs)
         cache = self._compressed(model_kwargs.get(CACHE))
-        if generation_config.is_assistant or mode == GenerationMode.ASSISTED_GENERATION:
-            expect_crops(cache, generation_config.is_assistant)
+        if draft or mode == GenerationMode.ASSISTED_GENERATION:
+            expect_crops(cache, draft)
         model_kwargs[CACHE] = cache
         return result
 
     def _compressed(self, made: Any) -> Any:
         """Return what stands for a cache that the model's class has made."""
+        if made is None:  # transformers 5.0 leaves it to the model
+            made = DynamicCache()
+            if self.model.config.is_encoder_decoder:
+                made = EncoderDecoderCache(made, DynamicCache())
         pair = isinstance(made, EncoderDecoderCache)
         replaced = made.self_attention_cache if pair else made
         if type(replaced) is not DynamicCache:

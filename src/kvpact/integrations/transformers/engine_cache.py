@@ -94,8 +94,7 @@ def may_cross_attend(*configs: Any) -> bool:
     """Whether a config, or its class (`BartForCausalLM`), tells of cross-attention."""
     names = "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"
     return any(
-        getattr(type(config), "is_encoder_decoder", False)
-        or any(getattr(config, name, None) for name in names)
+        versions.has_encoder(type(config)) or any(getattr(config, name, None) for name in names)
         for config in configs
     )
 
@@ -225,7 +224,7 @@ class EngineCache(Summarized, Cache):
         elif not isinstance(layer, CompressedLayer):
             try:
                 layer.crop(held - layer.get_seq_length())
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 raise KVPactError(
                     f"{REMEDY}. Here {type(layer).__name__} can't be taken back to what it held "
                     "before: reset the cache and begin again"

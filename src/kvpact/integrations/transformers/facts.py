@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.versions import LAYER_CLASSES, cache_layers, configs_by_layer
+from kvpact.integrations.transformers.versions import (
+    KEEPS_LATENTS,
+    LAYER_CLASSES,
+    cache_layers,
+    configs_by_layer,
+    layers_read_again,
+    modeling_module,
+)
 
 INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
 """Types of layers that choose the tokens they attend to."""
@@ -77,15 +84,8 @@ def layer_facts(config: Any) -> LayerFacts:
     widths = {getattr(layer, "kv_lora_rank", None) for layer in configs_by_layer(config)}
     widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
-    modes = getattr(config, "kv_sharing_modes", None) or ()
-    again = frozenset(i for i, mode in enumerate(modes) if mode == "store" and "reuse" in modes)
-    latent = frozenset(width for width in widths if width)
-    facts = LayerFacts(tuple(types), tuple(options), latent, sparse, again)
+    latent = frozenset(width for width in widths if width and KEEPS_LATENTS)
+    facts = LayerFacts(tuple(types), tuple(options), latent, sparse, layers_read_again(config))
     key, everyone = id(config), _known  # a module's names are None when an interpreter ends
     _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts
     return facts
-
-
-def modeling_module(config: Any) -> str:
-    """Return the name of the module that has the code of a config's model."""
-    return type(config).__module__.replace(".configuration_", ".modeling_")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.transformers.facts import modeling_module
 from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients
 from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.versions import modeling_module
 from kvpact.kernels import absorb_query, expand_output
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

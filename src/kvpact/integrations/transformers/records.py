@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.entries import EntriesLayer
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.packed_rings import PACKED_RING
@@ -161,7 +162,7 @@ def forget(layer: Any) -> None:
         recording = layer.record_past
         LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
         layer.record_past = recording
-    layer.reset()
+    versions.forget(layer)
 
 
 def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:

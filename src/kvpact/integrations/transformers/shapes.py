@@ -1,6 +1,6 @@
 """What a model's cache holds in each layer, found without the model's weights.
 
-The model is built without memory (on torch's ``meta`` device) and called once, so the shapes are
+The model is built without memory (of torch's fake tensors) and called once, so the shapes are
 those that its own code gives the cache: of latents, of layers that share K and V or have other
 heads, of linear attention.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpact.errors import KVPactError
@@ -19,7 +20,12 @@ from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
 from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, layer_facts
 from kvpact.integrations.transformers.made_keys import attentions_without_values
-from kvpact.integrations.transformers.versions import PreTrainedConfig, configs_by_layer, named
+from kvpact.integrations.transformers.versions import (
+    PreTrainedConfig,
+    VersionError,
+    configs_by_layer,
+    named,
+)
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
@@ -30,14 +36,15 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
     config = deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     build: Any = AutoModelForCausalLM.from_config
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     try:
-        with quiet_transformers(), torch.no_grad():
-            with torch.device("meta"):
-                model = build(config, dtype=_DTYPE).eval()
+        with quiet_transformers(), torch.no_grad(), FakeTensorMode():
+            model = build(config, dtype=_DTYPE).eval()
             facts = layer_facts(decoder)
             cache = DynamicCache(config=config)
+            ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="cpu")
             model(input_ids=ids, **named(cache), use_cache=True)
+    except VersionError:
+        raise
     except Exception as error:  # whatever the code of a model raises
         raise KVPactError(
             f"what {type(config).__name__} caches can't be found without weights "

@@ -7,7 +7,9 @@ the one that has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import utils as _generation
+from transformers.utils import logging
 
 from kvpact.errors import KVPactError
 
@@ -29,14 +32,14 @@ else:
     PreTrainedConfig = getattr(transformers, "PreTrainedConfig", None)
     PreTrainedConfig = PreTrainedConfig or transformers.PretrainedConfig  # before 5.0
     # Before 5.15 such layers hold their states otherwise, and none is made (`cache_layers`).
-    _HAS_STATES = hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
-    LinearAttentionCacheLayerMixin = (
-        cache_utils.LinearAttentionCacheLayerMixin if _HAS_STATES else type("NoStates", (), {})
+    _states = cache_utils if hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING") else None
+    LinearAttentionCacheLayerMixin = getattr(
+        _states, "LinearAttentionCacheLayerMixin", type("NoStates", (), {})
     )
-    LinearAttentionLayer = (
-        cache_utils.LinearAttentionLayer if _HAS_STATES else LinearAttentionCacheLayerMixin
-    )
+    LinearAttentionLayer = getattr(_states, "LinearAttentionLayer", LinearAttentionCacheLayerMixin)
 
+KEEPS_LATENTS = hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
+"""Whether models with latents (MLA) cache these; before 5.15 the K and V made of them."""
 _NAMES = ("cache", "past_key_values")
 _PLAIN = {
     "full_attention": DynamicLayer,
@@ -52,16 +55,25 @@ _OPTIONS = {
     "hybrid": ("number_of_states",),
     "linear_attention": ("number_of_states",),
     "conv": ("number_of_states",),
-    "compressed_sparse_attention": ("config",),
-    "heavily_compressed_attention": ("config",),
 }
+_HAS_POSITIONS = hasattr(
+    getattr(cache_utils, "DynamicIndexedLayer", object)(), "indexer_position_ids"
+)
+_LATER = {
+    "compressed_sparse_attention",
+    "deepseek_sparse_attention",
+    "heavily_compressed_attention",
+    "minimax_m3_sparse",
+}
+"""Types whose layers were called and reset otherwise before 5.19."""
 CACHE_NAMES: tuple[str, ...] = tuple(
     dict.fromkeys([*_NAMES, *getattr(_generation, "ALL_CACHE_NAMES", ())])
 )
 """Names under which `generate` keeps a cache."""
 CACHE = "cache" if "cache" in getattr(_generation, "ALL_CACHE_NAMES", ()) else "past_key_values"
 """The argument of models and `generate` that takes a cache; from 5.24 on ``cache``."""
-_TO_LENGTH = "tokens_to_remove" not in signature(Cache.crop).parameters
+DRAFTS_CACHE = "dynamic_full"
+"""The ``cache_implementation`` that a draft's `generate` is asked for before 5.15."""
 
 
 def named(cache: Any) -> dict[str, Any]:
@@ -79,12 +91,15 @@ def cache_of(output: Any) -> Any:
     return getattr(output, CACHE, None)
 
 
-def needs(version: str, what: str) -> KVPactError:
-    """Return an error that says from which version of transformers on there is something."""
-    return KVPactError(
-        f"{what} from transformers {version} on; this is {transformers.__version__}: "
-        f"pip install 'transformers>={version}'"
-    )
+class VersionError(KVPactError):
+    """The transformers that is installed lacks something, which another version has."""
+
+    def __init__(self, what: str, version: str) -> None:
+        self.version = version
+        super().__init__(
+            f"{what} from transformers {version} on; this is {transformers.__version__}: "
+            f"pip install 'transformers>={version}'"
+        )
 
 
 def configs_by_layer(config: PreTrainedConfig) -> list[Any]:
@@ -96,12 +111,16 @@ def configs_by_layer(config: PreTrainedConfig) -> list[Any]:
 def cache_layers(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the type of each cache layer of a decoder, and the options of its class.
 
-    Raises `KVPactError` for a type that only newer versions keep in a cache of theirs.
+    Raises `VersionError` for a type that only newer versions keep in a cache of theirs.
     """
     ask = getattr(cache_utils, "get_layer_types_and_kwargs", None)
     types, options = _asked(config) if ask is None else ask(config)
     if not isinstance(options, dict):  # from 5.19 on for each layer
+        if "indexed_attention" in types and "qwen4" in config.model_type and not _HAS_POSITIONS:
+            raise VersionError("kvpact caches the index of Qwen4", "5.21")
         return list(types), list(options)
+    if later := sorted(_LATER & set(types)):
+        raise VersionError(f"kvpact caches layers with {', '.join(later)}", "5.19")
     return list(types), [{x: options[x] for x in _OPTIONS.get(kind, ())} for kind in types]
 
 
@@ -114,9 +133,62 @@ def _asked(config: Any) -> tuple[list[str], dict[str, Any]]:
     types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     other = set(types) - _PLAIN.keys()
     other |= {"shared K and V"} if getattr(config, "num_kv_shared_layers", None) else set()
+    code = vars(import_module(modeling_module(config)))
+    other |= {name for name, x in code.items() if name.endswith("Cache") and _is_own(x, config)}
     if other:
-        raise needs("5.15", f"kvpact caches layers with {', '.join(sorted(other))}")
+        raise VersionError(f"kvpact caches layers with {', '.join(sorted(other))}", "5.15")
     return types, {"sliding_window": window or chunk}
+
+
+def modeling_module(config: Any) -> str:
+    """Return the name of the module that has the code of a config's model."""
+    return type(config).__module__.replace(".configuration_", ".modeling_")
+
+
+def _is_own(found: Any, config: Any) -> bool:
+    """Whether a class of caches is a model's own."""
+    return isinstance(found, type) and found.__module__ == modeling_module(config)
+
+
+def has_encoder(kind: type) -> bool:
+    """Whether a class of configs is of models with an encoder, whatever one config says."""
+    told = getattr(kind, "is_encoder_decoder", None)
+    if told is None:  # before 5.2
+        given = signature(kind).parameters.get("is_encoder_decoder")
+        told = given is not None and given.default
+    return told is True
+
+
+def check_index() -> None:
+    """Raise `VersionError` where attention is not told rightly what an index chose."""
+    if "indexed_attention" not in LAYER_CLASSES:
+        raise VersionError("'kvpact' attends to what an index chose", "5.19")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hold back the bars of weights that are loaded, and not those of downloads; from 5.2 on."""
+    hook = getattr(logging, "set_tqdm_hook", None)
+    if hook is None:
+        yield
+        return
+    before = hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    try:
+        yield
+    finally:
+        hook(before)
+
+
+def layers_read_again(config: Any) -> frozenset[int]:
+    """Return the layers whose K and V later ones, which have none of their own, read, too."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return frozenset(i for i, x in enumerate(modes) if x == "store" and "reuse" in modes)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0  # before 5.23
+    kinds = list(getattr(config, "layer_types", None) or [])
+    own = kinds[: len(kinds) - shared]
+    read = set(kinds[len(own) :]) & set(own)
+    return frozenset(len(own) - 1 - own[::-1].index(kind) for kind in read)
 
 
 def new_tokens(given: int | Tensor) -> int:
@@ -124,13 +196,19 @@ def new_tokens(given: int | Tensor) -> int:
     return given if isinstance(given, int) else given.shape[0]
 
 
-def tokens_to_remove(given: int, length: int) -> int:
+def crops_to_length() -> bool:
+    """Whether `crop` may be told the length that is left, as before 5.15."""
+    return "tokens_to_remove" not in signature(Cache.crop).parameters
+
+
+def tokens_to_remove(given: int | Tensor, length: int) -> int:
     """Return how many of `length` tokens `crop` is to forget, as a negative number.
 
     Before 5.15 transformers names the length that is left, or a negative number, too.
     Raises `ValueError` for another one.
     """
-    if _TO_LENGTH:
+    given = int(given)  # before 5.19 transformers gives a tensor
+    if crops_to_length():
         return given if given < 0 else min(given - length, 0)
     if given > 0:
         raise ValueError(f"crop takes a negative number of tokens to remove, not {given}")
@@ -140,13 +218,21 @@ def tokens_to_remove(given: int, length: int) -> int:
 def expect_crops(cache: Cache, draft: bool) -> None:
     """Make ready for rollbacks: a draft's windows let go of nothing until the next one.
 
-    Raises `KVPactError` where this transformers has no such windows; the target's it makes itself.
+    Raises `VersionError` where this transformers has no such windows; the target's it makes itself.
     """
     if hasattr(Cache, "activate_past_recording"):
         if draft:
             cache.activate_past_recording()  # type: ignore[no-untyped-call]
     elif any(cache.is_sliding):
-        raise needs("5.15", "drafts of models with sliding attention can be rolled back")
+        raise VersionError("models with sliding attention work with a draft", "5.15")
+
+
+def forget(layer: Any) -> None:
+    """Let one of transformers' layers forget its tokens; before 5.19 `reset` made them zeros."""
+    if isinstance(layer, DynamicLayer):
+        layer.keys = layer.values = None
+        layer.is_initialized = False
+    layer.reset()
 
 
 class CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
