@@ -8,6 +8,8 @@ from tiny_configs import INDEXED, KINDS, MADE, SIZES, TextModel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from kvpact.integrations.transformers.facts import layer_facts
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
 _SMALL = {
     "head_dim": 16,
@@ -100,13 +102,13 @@ def tiny_config(name: str, **more: Any) -> Any:
         types = list(dict.fromkeys(types))
         given["layer_types"] = (types * 2)[: max(2, len(types))]
         given["num_hidden_layers"] = len(given["layer_types"])
-    config = kind(**SIZES | given | own)
-    return config
+    return kind(**SIZES | given | own)
 
 
 def tiny_model(name: str, **more: Any) -> Any:
     """Return a model with random weights, large enough that equal tokens mean something."""
     config = tiny_config(name, **more)
+    layer_facts(config.get_text_config(decoder=True))  # may refuse this version
     torch.manual_seed(0)
     if name in _HIDDEN:
         model: Any = TextModel(config)

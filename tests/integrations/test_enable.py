@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from cross_attention_models import PAIRED, in_pair, made, source
+from families import skip_without_chunks
 from tiny_configs import gemma3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -31,7 +32,11 @@ COARSE = "int:bits=2,sinks=0,window=0"
 def tokens(model, options, **inputs):
     """Generate with a fixed seed."""
     torch.manual_seed(5)
-    return model.generate(**inputs, **options)
+    try:
+        return model.generate(**inputs, **options)
+    except ValueError as error:
+        skip_without_chunks(error)
+        raise
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,10 @@ def test_drafts_of_the_first_layers_have_the_specs_of_those(llama, prompt, greed
     given = {"input_ids": prompt["input_ids"][1:], **greedy}
     wanted, offset = llama.generate(**given), KeyOffset.from_bias(torch.ones(2, 16), torch.ones(8))
     with enable(llama, {"default": "none", "layers": {layer: "none"}}, key_offsets={1: offset}):
-        assert torch.equal(llama.generate(**given, assistant_early_exit=1), wanted)
+        try:
+            assert torch.equal(llama.generate(**given, assistant_early_exit=1), wanted)
+        except TypeError:  # of transformers 5.0's own
+            pytest.skip("this transformers drafts nothing by layers of its own")
         cache = CompressedCache(llama, "none")
         got = llama.generate(**given, assistant_early_exit=1, **named(cache))
         assert torch.equal(got, wanted) and cache.get_seq_length()

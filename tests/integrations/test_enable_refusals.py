@@ -66,7 +66,10 @@ def static(config):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (mamba, "no layer of this model has full attention|has a cache of its own"),
+        (
+            mamba,
+            "no layer of this model has full attention|has a cache of its own|layers with mamba",
+        ),
         (minimax, "MiniMaxForCausalLM has a cache of its own"),
         (OwnWay, "OwnWay makes its cache in a way of its own"),
         (Holder, r"leaves the work to a part of it: enable that part \(model.part\)"),

@@ -60,6 +60,8 @@ def test_a_model_whose_layers_have_unlike_heads_is_calibrated(make_model, sizes)
 def held_decompressed(model, cache):
     """Return a cache of transformers' that holds what a compressed one does."""
     other = DynamicCache(config=model.config)
+    if not other.layers:
+        pytest.skip("this transformers has a cache of no layers where none share K and V")
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, CompressedLayer):
             other.layers[index] = copy.deepcopy(layer)

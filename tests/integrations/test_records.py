@@ -22,7 +22,7 @@ def test_a_layer_that_is_not_known_is_refused_by_name():
         pass
 
     with pytest.raises(KVPactError, match="what transformers' NewLayer holds"):
-        attributes_of(NewLayer(8))
+        attributes_of(NewLayer(sliding_window=8))
 
 
 def test_a_tensor_that_is_not_known_is_refused_by_name(filled):

@@ -340,10 +340,12 @@ def _write_model(gguf: Path, folder: Path) -> None:
 
     # The progress bar of the GGUF reader has no switch; failures still raise.
     with quiet_transformers(), redirect_stderr(StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
         )
+        if gguf.name == SMOLLM2.gguf and getattr(tokenizer, "add_bos_token", False):
+            tokenizer.add_bos_token = False  # transformers 4 adds one, the file says not to
         # The weights are plain fp32 from here on: nothing may take them for quantised ones.
         vars(model.config).pop("quantization_config", None)
         model.hf_quantizer = None

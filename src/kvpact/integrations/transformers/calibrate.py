@@ -138,6 +138,8 @@ def output_energies(model: Any) -> dict[int, Tensor]:
             continue
         own = configs_by_layer(config)[layer]
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        if groups := getattr(attention, "num_key_value_groups", None):  # the layer's own
+            heads = own.num_attention_heads // groups
         if weight.shape[1] != own.num_attention_heads * (getattr(attention, "head_dim", None) or 0):
             continue
         energy = weight.detach().double().square().sum(0).cpu()

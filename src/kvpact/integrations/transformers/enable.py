@@ -139,8 +139,14 @@ class _CacheMaker(_Hook):
                 "assisted generation of an encoder-decoder model rolls back transformers' own "
                 "caches only: generate without a draft, or disable(model) first"
             )
+        before = set(model_kwargs)
         result = self.method(generation_config, model_kwargs, *args, **kwargs)
-        cache = self._compressed(model_kwargs.get(CACHE))
+        made = model_kwargs.get(CACHE)
+        if set(model_kwargs) == before:  # transformers 5.0 leaves it to the model
+            made = DynamicCache()
+            if self.model.config.is_encoder_decoder:
+                made = EncoderDecoderCache(made, DynamicCache())
+        cache = self._compressed(made)
         if draft or mode == GenerationMode.ASSISTED_GENERATION:
             expect_crops(cache, draft)
         model_kwargs[CACHE] = cache
@@ -148,10 +154,6 @@ class _CacheMaker(_Hook):
 
     def _compressed(self, made: Any) -> Any:
         """Return what stands for a cache that the model's class has made."""
-        if made is None:  # transformers 5.0 leaves it to the model
-            made = DynamicCache()
-            if self.model.config.is_encoder_decoder:
-                made = EncoderDecoderCache(made, DynamicCache())
         pair = isinstance(made, EncoderDecoderCache)
         replaced = made.self_attention_cache if pair else made
         if type(replaced) is not DynamicCache:

@@ -133,6 +133,7 @@ def _asked(config: Any) -> tuple[list[str], dict[str, Any]]:
     types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     other = set(types) - _PLAIN.keys()
     other |= {"shared K and V"} if getattr(config, "num_kv_shared_layers", None) else set()
+    other |= {"an index"} if getattr(config, "index_topk", None) else set()
     code = vars(import_module(modeling_module(config)))
     other |= {name for name, x in code.items() if name.endswith("Cache") and _is_own(x, config)}
     if other:
