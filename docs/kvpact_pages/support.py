@@ -101,7 +101,22 @@ def operations() -> str:
     return "\n".join([table(("model", *found["llama"]), rows, left=1), "", *notes])
 
 
+def versions() -> str:
+    """Return what passed beside each version of transformers."""
+    found = json.loads((Path(__file__).parent / "versions.json").read_text("utf-8"))
+    rows = []
+    for one in found:
+        version, kinds = one["version"], [x for x in one.values() if isinstance(x, dict)]
+        parts = [f"{x['passed']} / {x['skipped']} / {x['failed']}" for x in kinds]
+        total = {name: sum(x[name] for x in kinds) for name in kinds[0]}
+        share = total["skipped"] / sum(total.values())
+        rows.append([version, *parts, f"{share:.0%}"])
+    heads = ("transformers", "six families", "first programs", "integration", "skipped")
+    return table(heads, rows, left=1)
+
+
 BLOCKS = {
+    "support-versions": versions,
     "support-operations": operations,
     "support-matrix": matrix,
     "support-details": details,

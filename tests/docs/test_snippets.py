@@ -13,6 +13,7 @@ import typer
 from doc_snippets import PAGES, ROOT, blocks, given, name_of
 
 from kvpact.cli.app import app
+from kvpact.integrations.transformers.versions import CACHE
 from kvpact.registry import known_names, unregister_method
 
 RUN = {page: [b for b in blocks(page) if b.language == "python"] for page in PAGES}
@@ -53,7 +54,11 @@ def test_programs_of_the_readme_run_as_pasted(code, tmp_path, monkeypatch, capsy
     given_model = given(tmp_path)["name"]
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    exec(compile(code.replace(HUB, given_model), "README.md", "exec", dont_inherit=True), {})
+    code = code.replace(HUB, given_model)
+    code = code.replace("cache=cache", f"{CACHE}=cache")  # as its comment says
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        exec(compile(code, "README.md", "exec", dont_inherit=True), {})
     said = capsys.readouterr().out.splitlines()[-1]
     if code is ENGINE:
         assert float(said) == 6.72  # as the block says

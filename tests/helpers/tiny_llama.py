@@ -33,4 +33,5 @@ def ascii_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={chr(i): i for i in range(128)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names)

@@ -1,6 +1,6 @@
 """What a model's cache holds in each layer, found without the model's weights.
 
-The model is built without memory (of torch's fake tensors) and called once, so the shapes are
+The model is built without memory (`without_memory`) and called once, so the shapes are
 those that its own code gives the cache: of latents, of layers that share K and V or have other
 heads, of linear attention.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpact.errors import KVPactError
@@ -25,6 +24,7 @@ from kvpact.integrations.transformers.versions import (
     VersionError,
     configs_by_layer,
     named,
+    without_memory,
 )
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
@@ -37,11 +37,11 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
     decoder = config.get_text_config(decoder=True)
     build: Any = AutoModelForCausalLM.from_config
     try:
-        with quiet_transformers(), torch.no_grad(), FakeTensorMode():
+        with quiet_transformers(), torch.no_grad(), without_memory():
             model = build(config, dtype=_DTYPE).eval()
             facts = layer_facts(decoder)
             cache = DynamicCache(config=config)
-            ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="cpu")
+            ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=model.device)
             model(input_ids=ids, **named(cache), use_cache=True)
     except VersionError:
         raise

@@ -8,17 +8,19 @@ the one that has it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Cache, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import utils as _generation
-from transformers.utils import logging
+from transformers.utils import generic, logging
 
 from kvpact.errors import KVPactError
 
@@ -164,6 +166,13 @@ def check_index() -> None:
     """Raise `VersionError` where attention is not told rightly what an index chose."""
     if "indexed_attention" not in LAYER_CLASSES:
         raise VersionError("'kvpact' attends to what an index chose", "5.19")
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Let models be made of tensors without numbers, and be called."""
+    if hasattr(generic, "maybe_autocast"):
+        return torch.device("meta")
+    return FakeTensorMode()  # before 5.0 rotations end on the meta device
 
 
 @contextmanager

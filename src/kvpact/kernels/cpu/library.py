@@ -106,6 +106,12 @@ def _load() -> NativeLibrary | str:
     except BackendUnavailable as error:
         return str(error)
     levels = [name for name in allowed if found & LEVELS[name]]
+    if not levels:
+        return (
+            f"{path.name} has none of the instruction sets of this processor that KVPACT_SIMD "
+            "allows: it was compiled for another one alone. Install kvpact again, with all of them "
+            "by pip install -e . -C cmake.define.KVPACT_LEVELS=all"
+        )
     try:
         return NativeLibrary(path, levels)
     except AttributeError:  # built from older sources: a function is not there yet

@@ -12,7 +12,7 @@
 
 namespace kvp_base { GgmlKernels ggml_kernels(); }
 #if defined(KVP_X86)
-namespace kvp_avx2 { GgmlKernels ggml_kernels(); }
+namespace kvp_avx2 { GgmlKernels ggml_kernels(); }   // perhaps not compiled
 namespace kvp_avx512 { GgmlKernels ggml_kernels(); }
 #elif defined(KVP_ARM)
 namespace kvp_neon { GgmlKernels ggml_kernels(); }
@@ -110,17 +110,25 @@ bool many(const Job &job, const GgmlKernels &use, int64_t threads) {
 static const GgmlKernels *chosen(const char *cap) {
 #if defined(KVP_X86)
     static const Processor processor;
-    static const GgmlKernels avx2 = kvp_avx2::ggml_kernels(), avx512 = kvp_avx512::ggml_kernels();
     const bool most = strcmp(cap, "avx512") == 0 || strcmp(cap, "avx512vbmi") == 0;
+#if defined(KVP_AVX512_TOO) || defined(KVP_VBMI)
+    static const GgmlKernels avx512 = kvp_avx512::ggml_kernels();
     if (most && processor.avx512) return &avx512;
+#endif
+#if defined(KVP_AVX2_TOO)
+    static const GgmlKernels avx2 = kvp_avx2::ggml_kernels();
     if ((most || strcmp(cap, "avx2") == 0) && processor.avx2) return &avx2;
+#endif
+    (void)most, (void)processor;
 #elif defined(KVP_ARM)
     static const GgmlKernels neon = kvp_neon::ggml_kernels();
     if (strcmp(cap, "none") != 0) return &neon;
 #endif
+#if defined(KVP_BASE)
     static const GgmlKernels base = kvp_base::ggml_kernels();
     for (const char *level : {"none", "neon", "avx2", "avx512", "avx512vbmi"})
         if (strcmp(cap, level) == 0) return &base;
+#endif
     return nullptr;
 }
 
