@@ -50,7 +50,7 @@ def install(version: str, everything: bool) -> Path:
         return folder
     scratch = folder.with_name(f".{folder.name}")
     shutil.rmtree(scratch, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", "install"]
     subprocess.run([*pip, "--target", str(scratch), wanted], check=True)
     if everything:  # none of these may bring torch
         more = [*pip, "--target", str(scratch), "--upgrade", "--no-deps", *RUN]
@@ -77,7 +77,7 @@ def tested(folder: Path, jobs: int) -> dict[str, dict[str, int]]:
     pytest += ["-p", "no:cacheprovider"]
     found = {}
     for kind, given in TESTS.items():
-        report = folder.with_suffix(f".{kind}.xml")
+        report = FOLDER / f"{folder.name}.{kind}.xml"
         report.unlink(missing_ok=True)
         words = [*pytest, f"--junitxml={report}", *given]
         done = subprocess.run(

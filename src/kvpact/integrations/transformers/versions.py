@@ -8,7 +8,7 @@ the one that has it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,9 @@ def _asked(config: Any) -> tuple[list[str], dict[str, Any]]:
     other = set(types) - _PLAIN.keys()
     other |= {"shared K and V"} if getattr(config, "num_kv_shared_layers", None) else set()
     other |= {"an index"} if getattr(config, "index_topk", None) else set()
-    code = vars(import_module(modeling_module(config)))
+    code: dict[str, Any] = {}
+    with suppress(ImportError):  # a config of one's own
+        code = vars(import_module(modeling_module(config)))
     other |= {name for name, x in code.items() if name.endswith("Cache") and _is_own(x, config)}
     if other:
         raise VersionError(f"kvpact caches layers with {', '.join(sorted(other))}", "5.15")
@@ -170,9 +172,11 @@ def check_index() -> None:
 
 def without_memory() -> AbstractContextManager[Any]:
     """Let models be made of tensors without numbers, and be called."""
-    if hasattr(generic, "maybe_autocast"):
-        return torch.device("meta")
-    return FakeTensorMode()  # before 5.0 rotations end on the meta device
+    try:
+        with generic.maybe_autocast(device_type="meta", enabled=False):
+            return torch.device("meta")
+    except (AttributeError, RuntimeError):  # up to 5.0 rotations end on the meta device
+        return FakeTensorMode()
 
 
 @contextmanager
