@@ -37,10 +37,10 @@ def read(module: Any, name: str, around: Sequence[Any] = (), gather: bool = Fals
         return None
     with brought(x, module, *around):
         x = getattr(module, name) if _is_away(x) else x
-        found = _plain(x, gather)
+        found = plain(x, gather)
         if found is None and getattr(type(x), "dequantize", None) is not Tensor.dequantize:
             with suppress(Exception):  # a class of others may raise anything
-                found = _plain(x.detach().dequantize(), gather)
+                found = plain(x.detach().dequantize(), gather)
     # Integers and numbers of one byte mean something with scales alone.
     if found is None or not found.is_floating_point() or found.dtype.itemsize < 2:
         raise MismatchError(f"{name!r} of a {type(module).__name__} can't be read")
@@ -72,7 +72,7 @@ def brought(x: Any, *modules: Any) -> Iterator[None]:
         yield
 
 
-def _plain(x: Any, gather: bool) -> Tensor | None:
+def plain(x: Any, gather: bool) -> Tensor | None:
     """Return a plain tensor that has what this process computes with; None if there is none."""
     with suppress(Exception):  # a class of others may raise anything
         flat = isinstance(x, Parameter) and (not x.numel() or hasattr(x, "_fsdp_flattened"))
@@ -94,7 +94,7 @@ def pieces(name: str, x: Any, gather: bool) -> Iterator[tuple[str, Tensor | str]
 
     Raises `MismatchError` where it has more.
     """
-    found = _plain(x, gather) if isinstance(x, Tensor) else None
+    found = plain(x, gather) if isinstance(x, Tensor) else None
     if found is not None:
         yield name, found
     elif isinstance(x, Mapping | tuple | list):
