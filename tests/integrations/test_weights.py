@@ -79,6 +79,13 @@ def test_offloaded_weights_are_those_of_the_model(offloaded, fallbacks, monkeypa
     assert offloaded.model.layers[0].self_attn.k_proj.bias.is_meta
 
 
+def test_a_config_alone_brings_a_warning_of_whatever_holds_the_bias(offloaded, fallbacks):
+    for model, text in ((offloaded, "norm 56"), (spoilt(swap(Around)), "is not known")):
+        call = lambda model=model: tokens(model, CompressedCache(model.config, SPEC))  # noqa: E731
+        (message,) = fallbacks(call)[1]
+        assert text in message
+
+
 @pytest.mark.parametrize("given", [None, "mine"])
 def test_prefixes_of_an_offloaded_model_are_stored_and_loaded(given):
     offloaded = accelerate.cpu_offload(weights_process.qwen2(), execution_device="cpu")

@@ -167,9 +167,10 @@ def mark(x: Any) -> object:
     """Return what changes when a tensor is replaced or written to, as far as it tells."""
     if not isinstance(x, Tensor) or x.is_meta:
         return type(x)  # made anew by every call
+    if type(x) is Parameter:  # others may lie nowhere
+        return id(x), x.data_ptr(), x.is_inference() or x._version
     with suppress(Exception):  # a class of others may raise anything
-        place = type(x) is Parameter and x.data_ptr()  # others may lie nowhere
-        return id(x), place, x.is_inference() or x._version
+        return id(x), x.is_inference() or x._version
     return id(x)
 
 

@@ -15,7 +15,7 @@ from kvpact.cache import check_layer
 from kvpact.errors import DtypeError, MismatchError, SpecError
 from kvpact.integrations.transformers.fallback import say_once
 from kvpact.integrations.transformers.versions import PreTrainedConfig
-from kvpact.integrations.weights import gathers, mark, plain, read, read_if_known
+from kvpact.integrations.weights import gathers, mark, read, read_if_known
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
 from kvpact.spec import Spec
 
@@ -136,9 +136,8 @@ def _marks(places: _Places) -> list[object]:
         if bias is not None:
             weights = getattr(linear, "weight", None), bias
             marks += map(mark, (*weights, *getattr(norm, "_parameters", {}).values()))
-            own = plain(bias, False) if type(bias) is Parameter else None
-            if own is not None:
-                biases.append(own.cpu())
+            if type(bias) is Parameter and not bias.is_meta and bias.data_ptr():  # it is there
+                biases.append(bias.detach().cpu())
     if biases:  # by all numbers: what is written through `data` leaves no other mark
         marks.append(torch.cat(biases).view(torch.uint8).numpy().tobytes())
     return marks
