@@ -20,6 +20,7 @@ from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
 from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, positions
 from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, mean_and_error, score_tokens
 from kvpact.evaluate.text import kl_text, markdown
+from kvpact.integrations.weights import input_device
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def free_running(
     ends = _ends(model)
     tokens: list[int] = []
     with torch.inference_mode():
-        ids, size = prompt.to(model.device), chunk
+        ids, size = prompt.to(input_device(model)), chunk
         while True:
             logits = []
             for cache, name in zip(caches, names, strict=True):

@@ -24,6 +24,7 @@ from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.tasks import TaskCase, make_cases
 from kvpact.evaluate.text import kl_text
 from kvpact.integrations.sizes import size
+from kvpact.integrations.weights import input_device
 from kvpact.recipe import SpecLike, sensitivities
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ def _lockstep(
     model: PreTrainedModel, ids: Tensor, runs: Mapping[str, _Run], chunk: int, steps: Steps
 ) -> Iterator[tuple[int, Tensor, dict[str, Tensor | None]]]:
     """Yield the start of each chunk, its next tokens, and the logits of each cache."""
-    for start, part, targets in chunks(ids.to(model.device), chunk):
+    for start, part, targets in chunks(ids.to(input_device(model)), chunk):
         logits = {}
         for name, run in runs.items():
             logits[name] = run.forward(model, part)

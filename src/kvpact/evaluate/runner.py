@@ -22,6 +22,7 @@ from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
 from kvpact.integrations.models import opened
+from kvpact.integrations.weights import input_device
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
 from kvpact.spec import Spec
@@ -93,7 +94,7 @@ def evaluate(
     steps = feed.Steps(progress, -(-len(token_ids) // chunk) * (1 + len(entries)))
 
     with torch.inference_mode():
-        for start, ids, targets in feed.chunks(token_ids.to(model.device), chunk):
+        for start, ids, targets in feed.chunks(token_ids.to(input_device(model)), chunk):
             exact = feed.forward(model, ids, reference)
             steps.done("exact reference")
             for i, cache in enumerate(caches):
@@ -119,7 +120,7 @@ def evaluate(
             model=model_name or str(getattr(model.config, "_name_or_path", "")),
             text=text_name,
             dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
+            device=str(input_device(model)),
             threads=torch.get_num_threads(),
             seed=seed,
             versions={name: installed(name) or "not installed" for name in PACKAGES},

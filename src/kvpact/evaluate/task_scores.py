@@ -20,6 +20,7 @@ from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed
 from kvpact.evaluate.metrics import mean_and_error
 from kvpact.evaluate.tasks import TaskCase
 from kvpact.evaluate.text import markdown
+from kvpact.integrations.weights import input_device
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def _answers(
     model: PreTrainedModel, cache: Any, context: Tensor, asked: Asked, chunk: int
 ) -> list[tuple[float, bool]]:
     """Feed a context; return what `answers` returns behind it."""
-    feed(model, context.to(model.device), cache, chunk)
+    feed(model, context.to(input_device(model)), cache, chunk)
     return answers(model, cache, asked)
 
 
@@ -309,7 +310,7 @@ def answers(
     """
     found = []
     for question, length in asked:
-        ids, copied = question.to(model.device), deepcopy(cache)
+        ids, copied = question.to(input_device(model)), deepcopy(cache)
         begin = 0 if chunk is None else len(ids) - length - 1
         if begin:
             feed(model, ids[:begin], copied, chunk or begin)

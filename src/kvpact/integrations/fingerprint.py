@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import MismatchError
+from kvpact.integrations.weights import brought, gathers, modules_to, pieces
 
 _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "dtype")
 """Keys of a config that say where a model came from, or how it is run."""
@@ -20,8 +22,17 @@ _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "d
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
-def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name."""
+def fingerprint(weights: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name.
+
+    Raises `MismatchError` where weights can't be read.
+    """
+    return _digest(
+        chain.from_iterable(pieces(x, weights[x], False) for x in sorted(weights)), config
+    )
+
+
+def _digest(weights: Iterable[tuple[str, Tensor | str]], config: Mapping[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=32)
 
     def add(data: bytes | memoryview) -> None:
@@ -30,8 +41,12 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
 
     known = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     add(json.dumps(known, sort_keys=True, default=str).encode())
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
+    for name, x in weights:
+        if isinstance(x, str):
+            add(name.encode())
+            add(x.encode())
+            continue
+        tensor = x.cpu().contiguous()
         for text in (name, str(tensor.dtype), str(tuple(tensor.shape))):
             add(text.encode())
         add(tensor.flatten().view(torch.uint8).numpy().data)
@@ -74,9 +89,23 @@ def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:
     """Return the `fingerprint` of a transformers model as it is loaded.
 
     `adapter`: a name for what is active now, needed where there are adapters that are not merged.
+    Weights that are offloaded are brought one by one; of a model whose heads are on several
+    processes (tensor parallelism) each has its own fingerprint. Raises `MismatchError` where
+    weights can't be read.
     """
     require_adapter_name(model, adapter)
     config = model.config.to_dict()
     if has_adapters(model):
         config["kvpact_adapter"] = adapter
-    return fingerprint(model.state_dict(), config)
+    return _digest(_state(model), config)
+
+
+def _state(model: Any) -> Iterator[tuple[str, Tensor | str]]:
+    """Yield the plain tensors of a model's state, in the order of their names."""
+    gather, state = gathers(model), model.state_dict(keep_vars=True)
+    for name in sorted(state):
+        x, modules = state[name], modules_to(model, name)
+        with brought(x, *modules):
+            if isinstance(x, Tensor) and x.is_meta:
+                x = getattr(modules[0], name.rpartition(".")[2], x)
+            yield from pieces(name, x, gather)

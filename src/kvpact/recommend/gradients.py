@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.evaluate.feed import Steps, chunks, forward
+from kvpact.integrations.weights import input_device
 from kvpact.recommend.sensitivity import SINKS, WINDOW, Sensitivity
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ def measure_sensitivity(
 
     steps = steps or Steps(None, 0)
     cache: Any = DynamicCache(config=model.config)
-    random = torch.Generator(model.device).manual_seed(seed)
+    random = torch.Generator(input_device(model)).manual_seed(seed)
     sums = _Sums()
     queries: dict[int, list[Tensor]] = {}
     with seen_attention(model) as seen:
-        for start, ids, _ in chunks(token_ids.to(model.device), chunk):
+        for start, ids, _ in chunks(token_ids.to(input_device(model)), chunk):
             stored = _Stored(slice(SINKS, max(start - WINDOW, SINKS)))
             before = deepcopy(cache) if start else None
             seen.read = stored.watched if start else None

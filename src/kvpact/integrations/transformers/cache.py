@@ -37,6 +37,7 @@ from kvpact.integrations.transformers.records import checked, restore_records, s
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, PreTrainedConfig
+from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
@@ -145,12 +146,12 @@ class CompressedCache(Evicting):
         facts = layer_facts(decoder)
         specs, compressed = layer_specs(spec, len(facts.types)), facts.compressed()
         kept = [specs[layer] for layer in compressed]
-        offsets = offsets_of(model, len(specs), compressed, key_offsets)
+        offsets = offsets_of(model, specs, compressed, key_offsets)
         if not isinstance(calibration, Calibration | None):
             calibration = Calibration.load(calibration)
         if calibration is not None:
             calibration = calibration.select(compressed).needed(kept)
-            calibration = calibration.to(getattr(model, "device", "cpu"))
+            calibration = calibration.to(input_device(model))
         compute, given = choose(backend, check), None
         if budget is not None or rungs is not None or context is not None:
             first = None if spec == DEFAULT_SPEC else spec
@@ -166,7 +167,7 @@ class CompressedCache(Evicting):
             raise BackendUnavailable("keys made of values are torch's to multiply: use 'auto'")
         crosses = may_cross_attend(config, decoder)
         slide = [layer for layer, kind in enumerate(facts.types) if kind == SLIDING]
-        offsets = offsets_of(model, len(specs), slide, None if sliding is None else key_offsets)
+        offsets = offsets_of(model, specs, slide, None if sliding is None else key_offsets)
         rings = rings_of(sliding, shared, facts, crosses, offsets)
         indices, ring = count(), count()
         layers: list[Any] = []

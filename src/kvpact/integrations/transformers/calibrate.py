@@ -20,6 +20,7 @@ from kvpact.integrations.transformers.offsets import (
 )
 from kvpact.integrations.transformers.record import SeenLayer, seen_attention
 from kvpact.integrations.transformers.versions import configs_by_layer
+from kvpact.integrations.weights import gathers, input_device, part_of, read_if_known
 from kvpact.kernels import RowOffset
 from kvpact.key_rotation import KeyRotation
 from kvpact.spec import Spec
@@ -64,6 +65,8 @@ def calibrate(
         No method of the specs learns from tokens.
     KVPactError
         A model whose attention can't be seen (see `seen_attention`).
+    MismatchError
+        A model whose weights can't be read.
     """
     length = min(map(len, texts), default=0)
     if length < LEAST_TOKENS:
@@ -71,12 +74,13 @@ def calibrate(
             f"the shortest calibration text has {length} tokens; give texts of {LEAST_TOKENS} or "
             "more each, some 4,000 in all"
         )
+    fingerprint = model_fingerprint(model)
     rotations, outputs, offsets = key_rotations(model), output_energies(model), key_offsets(model)
     rows: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     total = len(texts)
     for index, text in enumerate(texts):
         with seen_attention(model) as seen, torch.inference_mode():
-            model(input_ids=text[None, :length].to(model.device), use_cache=False)
+            model(input_ids=text[None, :length].to(input_device(model)), use_cache=False)
         seen.check()
         for layer, held in seen.layers.items():
             rows.setdefault(layer, []).append((held.k, held.v, query_energy(held)))
@@ -92,7 +96,7 @@ def calibrate(
         found[layer] = calibrate_layer(tokens, specs)
         if progress is not None:
             progress(len(texts) + count + 1, total, f"layer {layer}")
-    return Calibration(found, model_fingerprint(model), length * len(texts))
+    return Calibration(found, fingerprint, length * len(texts))
 
 
 def query_energy(seen: SeenLayer) -> Tensor:
@@ -115,8 +119,9 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
         turns = local if kind == SLIDING else rotary  # before 5.0 a module for each
-        frequencies = getattr(turns, f"{kind}_inv_freq", getattr(turns, "inv_freq", None))
-        if layer is not None and layout is not None and isinstance(frequencies, Tensor):
+        name = f"{kind}_inv_freq" if hasattr(turns, f"{kind}_inv_freq") else "inv_freq"
+        frequencies = read_if_known(turns, name)
+        if layer is not None and layout is not None and frequencies is not None:
             found[layer] = KeyRotation.of(frequencies, layout)
     return found
 
@@ -128,20 +133,21 @@ def _turns(rotary: Any) -> bool:
 def output_energies(model: Any) -> dict[int, Tensor]:
     """Return the squares of what output projections make of V's channels, `[H_kv, D_v]` a layer."""
     config = model.config.get_text_config(decoder=True)
-    found = {}
-    for _, attention in modules_named(model, "self_attn", "attention"):
+    found, gather, part = {}, gathers(model), part_of(model)
+    for parent, attention in modules_named(model, "self_attn", "attention"):
         layer = getattr(attention, "layer_idx", None)
         linear = next((x for name in _OUTPUTS if (x := getattr(attention, name, None))), None)
-        weight: Any = getattr(linear, "weight", None)
-        plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
-        if layer is None or not plain or weight.is_meta:
+        weight = read_if_known(linear, "weight", (attention, parent), gather)
+        if layer is None or weight is None or weight.dim() != 2:
             continue
         own = configs_by_layer(config)[layer]
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         if groups := getattr(attention, "num_key_value_groups", None):  # the layer's own
             heads = own.num_attention_heads // groups
-        if weight.shape[1] != own.num_attention_heads * (getattr(attention, "head_dim", None) or 0):
+        width = own.num_attention_heads * (getattr(attention, "head_dim", None) or 0)
+        parts = width / weight.shape[1]
+        if parts != 1 and (not part or width % weight.shape[1] or heads % parts):
             continue
-        energy = weight.detach().double().square().sum(0).cpu()
-        found[layer] = energy.view(heads, -1, attention.head_dim).sum(1)
+        energy = weight.double().square().sum(0).cpu()
+        found[layer] = energy.view(int(heads / parts), -1, attention.head_dim).sum(1)
     return found

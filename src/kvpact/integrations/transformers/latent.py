@@ -128,7 +128,12 @@ def _is_plain(module: Any, expand: Expand) -> bool:
     if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):
         return False
     weight = projection.weight
-    if weight.is_meta or weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):
+    known = type(weight) in (Tensor, torch.nn.Parameter)  # others have numbers of their own
+    if (
+        not known
+        or weight.is_meta
+        or weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim)
+    ):
         return False
     if module not in _seen:
         _seen[module] = _expands_plainly(module, expand)

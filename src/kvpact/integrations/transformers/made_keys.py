@@ -24,6 +24,7 @@ from kvpact.integrations.transformers.layer import CompressedLayer, returned_pai
 from kvpact.integrations.transformers.offsets import modules_named, rope_by_length
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.weights import read_if_known
 from kvpact.snapshot import RecordState
 
 ROUNDINGS = 4
@@ -98,7 +99,14 @@ class KeyMaker:
 
     def begun(self) -> KeyMaker:
         """Return one with the weights that the model has now, for all tokens to come."""
-        weight = _there(self._attention).k_norm.weight.detach().to(torch.float32, copy=True)
+        attention = _there(self._attention)
+        weight = read_if_known(attention.k_norm, "weight", (attention,))
+        if weight is None:
+            raise KVPactError(
+                "the weights of k_norm can't be read, with which keys are made: make the cache "
+                "with k_eq_v=False, which holds K and V apart"
+            )
+        weight = weight.to(torch.float32, copy=True)
         return KeyMaker(self._attention, self._rotary, self._kind, weight)
 
     def at(self, positions: Tensor | None, like: Tensor, end: int = 0) -> Keys:

@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kvpact.cache import check_layer
-from kvpact.errors import DtypeError, SpecError
+from kvpact.errors import DtypeError, MismatchError, SpecError
 from kvpact.integrations.transformers.fallback import say_once
 from kvpact.integrations.transformers.versions import PreTrainedConfig
+from kvpact.integrations.weights import gathers, mark, read, read_if_known
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
+from kvpact.spec import Spec
 
 _BY_LENGTH = ("dynamic", "longrope", "su")
 """Kinds of RoPE whose frequencies depend on how long the whole text is."""
+_PACKED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_ln")
 LEFT = 0.25
 """What may stay of a bias, as a share of the size of what the weights add to it."""
@@ -34,8 +37,23 @@ class _Projection(NamedTuple):
     dtype: torch.dtype
 
 
-_Places = list[tuple[ref[Any], ...]]
-_known: WeakKeyDictionary[Any, tuple[_Places, list[object], dict[int, KeyOffset]]]
+class _Places(NamedTuple):
+    """Attention modules whose keys may have an offset: with parents, and the RoPE.
+
+    `gather`: what `kvpact.integrations.weights.gathers` says of the model.
+    """
+
+    modules: Sequence[tuple[ref[Any], ...]]
+    gather: bool
+
+    def there(self) -> list[list[Any]]:
+        """Return the modules themselves."""
+        return [[x() for x in place] for place in self.modules]
+
+
+_Found = tuple[dict[int, KeyOffset], str]
+"""Offsets by layer, and why a layer's is not known."""
+_known: WeakKeyDictionary[Any, tuple[_Places, list[object], _Found]]
 _known = WeakKeyDictionary()
 
 
@@ -76,57 +94,73 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     Notes
     -----
     Weights that change afterwards, by an adapter or by training, make the offset less useful and
-    no result wrong. Read once for a model, and again when these weights have changed.
+    no result wrong. Read once for a model, and again when these weights have changed. Where a bias
+    can't be read there is no offset, and a warning says so. With FSDP2 all processes have to call
+    this, or make their caches, together.
     """
-    places, marks, _ = _known.get(model, (None, [], {}))
+    found, unknown = _read(model)
+    if unknown:
+        _tell_of_unknown(unknown)
+    return dict(found)
+
+
+def _read(model: Any) -> _Found:
+    """Return a model's offsets, read when its weights have changed."""
+    places, marks, _ = _known.get(model, (None, [], None))
     if places is None or marks != _marks(places):
         places = _places(model)
         _known[model] = places, _marks(places), _found(places)
-    return dict(_known[model][2])
+    return _known[model][2]
 
 
 def _places(model: Any) -> _Places:
-    """Return the attention modules whose keys may have an offset: with parents, and the RoPE."""
+    """Return what `_Places` has of a model; nothing where its RoPE allows no offset."""
     config = model.config.get_text_config(decoder=True)
     named = (module for _, module in modules_named(model, "rotary_emb"))
     rotary = next((module for module in named if hasattr(module, "inv_freq")), None)
     data = config.to_dict()
     if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
-        return []
+        return _Places([], False)
     pairs = modules_named(model, "self_attn", "attention")
-    return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in pairs]
+    modules = [(ref(parent), ref(attention), ref(rotary)) for parent, attention in pairs]
+    return _Places(modules, gathers(model))
 
 
 def _marks(places: _Places) -> list[object]:
     """Return what changes when the weights do that are read."""
     marks, biases = list[object](), list[Tensor]()
-    for parent, attention, _ in ([x() for x in place] for place in places):
+    for parent, attention, _ in places.there():
         linear = _key_linear(attention)
         marks.append((id(attention), id(linear)))
         bias, norm = getattr(linear, "bias", None), getattr(parent, "input_layernorm", None)
         if bias is not None:
-            for x in (linear.weight, bias, *getattr(norm, "_parameters", {}).values()):
-                place = type(x) is Parameter and x.data_ptr()  # others may lie nowhere
-                marks.append((id(x), place, x is None or x.is_inference() or x._version))
-            if type(bias) is Parameter and not bias.is_meta:
+            weights = getattr(linear, "weight", None), bias
+            marks += map(mark, (*weights, *getattr(norm, "_parameters", {}).values()))
+            if type(bias) is Parameter and not bias.is_meta and bias.data_ptr():  # it is there
                 biases.append(bias.detach().cpu())
     if biases:  # by all numbers: what is written through `data` leaves no other mark
         marks.append(torch.cat(biases).view(torch.uint8).numpy().tobytes())
     return marks
 
 
-def _found(places: _Places) -> dict[int, KeyOffset]:
-    found = {}
-    for parent, attention, rotary in ([x() for x in place] for place in places):
+def _found(places: _Places) -> _Found:
+    found, unknown = {}, ""
+    for parent, attention, rotary in places.there():
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
-        norm = getattr(parent, "input_layernorm", None)
-        projection = _projection(attention)
-        if layer is None or layout is None or projection is None:
+        if layer is None or layout is None:
             continue
-        offset = _offset(projection, norm, rotary, layout)
+        try:
+            projection = _projection(attention, parent, places.gather)
+            frequencies = read(rotary, "inv_freq")
+        except MismatchError as error:
+            unknown = str(error)
+            continue
+        if projection is None or frequencies is None:
+            continue
+        offset = _offset(projection, rotary, frequencies, layout)
         if offset is not None:
             found[layer] = offset
-    return found
+    return found, unknown
 
 
 def normalises_keys(model: Any) -> bool:
@@ -155,23 +189,36 @@ def _key_linear(attention: Any) -> Any:
     return linear
 
 
-def _projection(attention: Any) -> _Projection | None:
-    """Return how keys are made, if they are cached as they are projected and rotated."""
+def _projection(attention: Any, parent: Any = None, gather: bool = False) -> _Projection | None:
+    """Return how keys are made, if they are cached as they are projected and rotated.
+
+    Raises `MismatchError` where their bias can't be read.
+    """
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     linear = _key_linear(attention)
     if dim is None or _has_key_norm(attention):
         return None
-    parts = 1 if hasattr(attention, "k_proj") else 3  # [head, q k v, channel]
-    bias = getattr(linear, "bias", None)
-    weight: Any = getattr(linear, "weight", None)
-    if not isinstance(bias, Tensor) or bias.is_meta or bias.numel() % (parts * dim):
+    if linear is None:
+        if any(getattr(getattr(attention, x, None), "bias", None) is not None for x in _PACKED):
+            raise MismatchError(f"which part of a {type(attention).__name__} makes keys is unknown")
         return None
-    b = bias.detach().cpu().float().view(-1, parts, dim)[:, parts // 2]
-    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
-    if not plain or weight.shape[0] != bias.numel() or weight.is_meta:  # quantised weights
-        return _Projection(None, b, bias.dtype)
-    w = weight.detach().cpu().float().view(-1, parts, dim, weight.shape[1])[:, parts // 2]
-    return _Projection(w, b, bias.dtype)
+    parts = 1 if hasattr(attention, "k_proj") else 3  # [head, q k v, channel]
+    around = attention, parent
+    bias = read(linear, "bias", around, gather)
+    if bias is None or bias.numel() % (parts * dim):
+        return None
+    dtype, bias = bias.dtype, bias.cpu().float().view(-1, parts, dim)[:, parts // 2]
+    weight = read_if_known(linear, "weight", around, gather)
+    if weight is None or weight.dim() != 2 or weight.shape[0] != bias.numel() * parts:
+        return _Projection(None, bias, dtype)  # quantised weights
+    weight = weight.cpu().float().view(-1, parts, dim, weight.shape[1])[:, parts // 2]
+    norm = getattr(parent, "input_layernorm", None)
+    factor, shift = (read_if_known(norm, x, (parent,), gather) for x in ("weight", "bias"))
+    if shift is not None and shift.shape == weight.shape[2:]:
+        bias = bias + weight @ shift.cpu().float()
+    if factor is not None and factor.shape == weight.shape[2:]:
+        weight = weight * factor.cpu().float()
+    return _Projection(weight, bias, dtype)
 
 
 def key_layout(attention: Any) -> Layout | None:
@@ -190,22 +237,19 @@ def key_layout(attention: Any) -> Layout | None:
     return layouts.get(tuple(turned.flatten().tolist()))
 
 
-def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> KeyOffset | None:
+def _offset(
+    projection: _Projection, rotary: Any, frequencies: Tensor, layout: Layout
+) -> KeyOffset | None:
     weight, bias, dtype = projection
     expected = bias.new_full((len(bias),), float(bias.shape[1])).sqrt()
     if weight is not None:
-        factor, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        if isinstance(shift, Tensor) and shift.shape == weight.shape[2:]:
-            bias = bias + weight @ shift.detach().cpu().float()
-        if isinstance(factor, Tensor) and factor.shape == weight.shape[2:]:
-            weight = weight * factor.detach().cpu().float()
         expected = weight.flatten(1).norm(dim=1)
     size = bias.norm(dim=1)
     if not (size > expected).any():
         return None
     return KeyOffset.from_bias(
         bias,
-        rotary.inv_freq.detach().cpu().float(),
+        frequencies.cpu().float(),
         layout,
         scaling=float(getattr(rotary, "attention_scaling", 1.0)),
         dtype=dtype if dtype in DTYPES else torch.float32,
@@ -213,11 +257,25 @@ def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> 
     )
 
 
+def _tell_of_unknown(why: str) -> None:
+    """Warn, once, that keys may have a bias that nobody can see."""
+    say_once(
+        "unknown bias",
+        f"the bias of this model's keys is not known ({why}): none is stored apart, which, where "
+        "it is large, costs precision below 8 bits. Give key_offsets=, what key_offsets(model) "
+        "gives for the model with plain weights, or key_offsets=None if there is no such bias",
+    )
+
+
 def tell_of_bias(attention: Any) -> None:
     """Warn, once, if a layer's keys have a large bias that nobody takes off."""
-    if getattr(_key_linear(attention), "bias", None) is None:
+    linear = _key_linear(attention)
+    if linear is None or getattr(linear, "bias", linear) is None:
         return  # as in most models, in which looking further takes long
-    projection = _projection(attention)
+    try:
+        projection = _projection(attention)
+    except MismatchError as error:
+        return _tell_of_unknown(str(error))
     if projection is None:
         return
     size = float(projection.bias.norm(dim=1).max())
@@ -232,18 +290,23 @@ def tell_of_bias(attention: Any) -> None:
 
 
 def offsets_of(
-    model: Any, layers: int, compressed: Sequence[int], given: Mapping[int, KeyOffset] | str | None
+    model: Any,
+    specs: Sequence[Spec],
+    compressed: Sequence[int],
+    given: Mapping[int, KeyOffset] | str | None,
 ) -> dict[int, KeyOffset] | None:
     """Return the offsets by compressed layer; None where nobody was asked for any."""
     if given == "auto":
         if isinstance(model, PreTrainedConfig):
             return None
-        found = key_offsets(model)  # of more layers than one that exits early runs
+        found, unknown = _read(model)  # of more layers than one that exits early runs
+        if unknown and any(specs[layer].key.name != "none" for layer in compressed):
+            _tell_of_unknown(unknown)
         return {i: found[x] for i, x in enumerate(compressed) if x in found}
     if not isinstance(given, Mapping | None):
         raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
     for layer, offset in (given or {}).items():
-        check_layer(layer, layers)
+        check_layer(layer, len(specs))
         if not isinstance(offset, KeyOffset):
             raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}

@@ -18,6 +18,7 @@ from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
 from kvpact.integrations.transformers.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.records import record_shapes
 from kvpact.integrations.transformers.versions import named
+from kvpact.integrations.weights import input_device, part_of
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
@@ -123,7 +124,7 @@ class TextPrefixes(PrefixCache):
 
     def _compute(self, ids: list[int], first: int, last: int) -> None:
         """Let the model compute the tokens `first <= t < last`."""
-        device = self.model.device
+        device = input_device(self.model)
         given = torch.tensor([ids[first:last]], dtype=torch.long, device=device)
         known = signature(self.model.forward).parameters
         more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
@@ -141,7 +142,7 @@ class _PrefixSource:
     def __init__(self, cache: CompressedCache, model: Any) -> None:
         if cache._shared.budget is not None:
             raise SpecError("a budget can't go with stored prefixes: leave one of them out")
-        self._cache, self._device = cache, model.device
+        self._cache, self._device = cache, input_device(model)
         probe = _probed(cache, model)
         held = probe.held()
         assert held is not None
@@ -174,7 +175,7 @@ def _probed(cache: CompressedCache, model: Any) -> CompressedCache:
     if cache.held() is not None:
         return cache
     probe = deepcopy(cache)
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **named(probe))
+    model(torch.zeros(1, 1, dtype=torch.long, device=input_device(model)), **named(probe))
     return probe
 
 
@@ -207,7 +208,8 @@ def prefix_cache(
     fingerprint : str, optional
         What `model_fingerprint(model)` gave. If omitted it is computed, which reads every weight
         (about a second per gigabyte); keep it where many caches serve one model, and compute it
-        anew when the weights change.
+        anew when the weights change. Where heads are on several processes (tensor parallelism),
+        rank and number of processes are added.
     adapter, tenant, chunk, storage, calibration, windows : optional
         As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
         are loaded, `adapter` has to say which one is active, and how strongly.
@@ -218,7 +220,8 @@ def prefix_cache(
         The model has RoPE whose frequencies depend on the text's length (``dynamic``,
         ``longrope``), or computes several tokens without the state before them (Jamba).
     MismatchError
-        The model has adapters that are not merged, and `adapter` is missing.
+        The model has adapters that are not merged, and `adapter` is missing; or its weights can't
+        be read, and `fingerprint` is missing.
     SpecError
         The spec's method learns from tokens, so that prefixes can't be shared.
 
@@ -251,7 +254,7 @@ def prefix_cache(
     prefixes = TextPrefixes(
         store,
         _PrefixSource(cache, model),
-        model=fingerprint or model_fingerprint(model, adapter=adapter),
+        model=(fingerprint or model_fingerprint(model, adapter=adapter)) + part_of(model),
         adapter=adapter,
         tenant=tenant,
         chunk=chunk,
