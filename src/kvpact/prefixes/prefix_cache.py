@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 
 import torch
@@ -160,6 +161,12 @@ class PrefixCache:
                 if isinstance(codec, FittedCodec):
                     codec.require_fitted()  # else every sequence learns something else
         return tuple(pairs)
+
+    def rename(self, model: str) -> None:
+        """Go on for a model of another fingerprint, whose prefixes have other keys."""
+        self._kind = replace(self._kind, identity=replace(self._kind.identity, model=model))
+        if self._checkpoints is not None:
+            self._checkpoints = replace(self._checkpoints, chunks=self._kind)
 
     @property
     def chunk(self) -> int:
@@ -333,7 +340,7 @@ class PrefixCache:
             The store could not write.
         """
         ids, layers = token_ids(tokens), self._source.layers(seq)
-        self._check(layers, len(ids))
+        self._check(layers, ids)
         for layer in layers:
             seal(layer, len(ids) // self.chunk * self.chunk)
         packed = min((s.packed for layer in layers for s in layer.streams()), default=0)
@@ -371,7 +378,8 @@ class PrefixCache:
             self.store.put(key, kind.pack(records.records(seq), begin, ids[:held]))
             self._unreadable.discard(key)
 
-    def _check(self, layers: Sequence[CacheLayer], tokens: int) -> None:
+    def _check(self, layers: Sequence[CacheLayer], ids: Sequence[int]) -> None:
+        tokens = len(ids)
         held = min((layer.length for layer in layers), default=0)
         if held not in (tokens - 1, tokens):
             # More tokens than ids: something stands twice, and ids and slots don't belong together.
@@ -380,7 +388,7 @@ class PrefixCache:
                 "them, and at most the one that was generated last"
             )
         rows = {s.tail.shape[0] for layer in layers for s in layer.streams()}
-        if rows - {1} or any(layer.padding is not None for layer in layers):
+        if rows - {1} or any(x.padding is not None and x.padding.any() for x in layers):
             raise GeometryError(
                 "prefixes are of one row without padding; save rows of a batch one by one"
             )
