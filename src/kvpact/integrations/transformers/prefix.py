@@ -25,6 +25,7 @@ from kvpact.integrations.transformers.records import record_shapes
 from kvpact.integrations.transformers.told import watch
 from kvpact.integrations.transformers.versions import named
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
+from kvpact.prefixes.fetch import first_lacking
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import RecordState, Snapshot
@@ -147,8 +148,11 @@ class TextPrefixes(PrefixCache):
             raise GeometryError(f"every should be a multiple of {self.chunk}, not {every!r}")
         keys = self.keys(ids[:-1])
         end = len(keys) * self.chunk
-        stops = {self._held(keys) * self.chunk, end, *range(0, end, every or max(end, 1))}
-        held = self._going_on(ids) or self.load(ids[:-1])
+        if held := self._going_on(ids):
+            known = first_lacking(keys, self._lack)
+        else:
+            held, known = self.load(ids[:-1]), self._known
+        stops = {known * self.chunk, end, *range(0, end, every or max(end, 1))}
         for stop in sorted(stop for stop in stops if stop > held):
             self._compute(ids, held, stop)
             self.save(ids[:stop])
