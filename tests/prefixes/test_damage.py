@@ -84,7 +84,7 @@ def test_a_missing_chunk_ends_the_prefix_without_a_word(store, ids, saved):
 def test_a_chunk_that_goes_between_match_and_load_is_said(store, ids, saved, monkeypatch):
     keys, _ = saved
     store.delete(keys[3])
-    monkeypatch.setattr(store, "contains", lambda key: True)
+    monkeypatch.setattr(store, "contains_many", lambda keys: [True] * len(keys))
     with pytest.warns(StoreWarning, match="chunk 3 of 4 can't be used .it is gone"):
         assert load(store, ids)[0] == 192
 
@@ -136,9 +136,13 @@ def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):
 
 def test_what_another_process_has_repaired_is_loaded(store, ids, saved, monkeypatch):
     keys, _ = saved
-    cache, get = create_cache(SPEC, GEOMETRY), store.get
+    cache, get_many = create_cache(SPEC, GEOMETRY), store.get_many
     prefixes = PrefixCache(store, cache, model="m")
-    monkeypatch.setattr(store, "get", lambda key: None if key == keys[2] else get(key))
+
+    def without(asked):
+        return [None if k == keys[2] else x for k, x in zip(asked, get_many(asked), strict=True)]
+
+    monkeypatch.setattr(store, "get_many", without)
     with pytest.warns(StoreWarning, match="chunk 2 of 4"):
         assert prefixes.load(ids) == 128
     monkeypatch.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from os import PathLike
@@ -18,6 +19,9 @@ from kvpact.integrations.weights import brought, gathers, modules_to, pieces
 
 _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "dtype")
 """Keys of a config that say where a model came from, or how it is run."""
+
+_ADAPTER = ("_active_adapter", "merged_adapters", "_disable_adapters", "scaling")
+"""What PEFT's layers say of adapters: which are active or merged, and how strongly."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
@@ -83,6 +87,30 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
             "the model has adapters, and which one is active, and how strongly, is not in its "
             "weights: say it with adapter=, a name per adapter and scaling, or merge the adapter"
         )
+
+
+def weights_seen(model: Any) -> tuple[object, object]:
+    """Return what changes when weights do, and when another adapter is active; both cheap to read.
+
+    Storages and versions tell of what PyTorch does; a number of each tensor tells of what is
+    written past it, through ``.data``.
+    """
+    tensors, adapters = list[object](), list[object]()
+    numbers: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for module in model.modules():
+        own = vars(module)
+        adapters += [repr(own[name]) for name in _ADAPTER if own.get(name)]
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is None or name in module._non_persistent_buffers_set:
+                continue
+            version = 0 if x.is_inference() else x._version
+            if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or not x.numel():
+                tensors.append((name, id(x), version))
+                continue
+            tensors.append((name, x.data_ptr(), version))
+            numbers[x.device].append(x.detach()[(-1,) * x.dim()].to(torch.float64))
+    held = [torch.stack(each).cpu().numpy().tobytes() for each in numbers.values()]
+    return (tensors, held), adapters
 
 
 def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:

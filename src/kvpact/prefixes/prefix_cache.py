@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from math import lcm
 
 import torch
@@ -27,20 +28,13 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.checkpoints import CheckpointKind
 from kvpact.prefixes.chunks import ChunkKind, Prefix
+from kvpact.prefixes.fetch import FETCHED, Gone, fetched, first_lacking
 from kvpact.prefixes.ids import Tokens, runs, token_ids
 from kvpact.prefixes.sources import PrefixSource, RecordSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity, RecordState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
-
-
-class _Gone(Exception):
-    """The store gave nothing for the key of a checkpoint that it affirms."""
-
-    def __init__(self, key: str, end: int) -> None:
-        super().__init__(f"the checkpoint behind token {end} is gone")
-        self.key = key
 
 
 class PrefixCache:
@@ -123,6 +117,7 @@ class PrefixCache:
         """Chunks that `save` wrote."""
         self._unreadable: set[str] = set()
         """Keys that the store affirms and gave nothing usable for: `save` writes them anew."""
+        self._known = 0  # chunks that the store had when `load` was called last
         self._source: PrefixSource = source_of(cache, device)
         self._records = self._source if isinstance(self._source, RecordSource) else None
         if storage is not None:
@@ -161,6 +156,12 @@ class PrefixCache:
                     codec.require_fitted()  # else every sequence learns something else
         return tuple(pairs)
 
+    def rename(self, model: str) -> None:
+        """Go on for a model of another fingerprint, whose prefixes have other keys."""
+        self._kind = replace(self._kind, identity=replace(self._kind.identity, model=model))
+        if self._checkpoints is not None:
+            self._checkpoints = replace(self._checkpoints, chunks=self._kind)
+
     @property
     def chunk(self) -> int:
         """Tokens per entry."""
@@ -181,20 +182,23 @@ class PrefixCache:
             Token ids, `[T]` or `[1, T]`, from the first on.
         """
         keys = self.keys(tokens)
-        return self._checkpoint(keys, self._held(keys)) * self.chunk
-
-    def _held(self, keys: Sequence[str]) -> int:
-        return next((i for i, key in enumerate(keys) if self._lacks(key)), len(keys))
+        return self._checkpoint(keys, first_lacking(keys, self._lack)) * self.chunk
 
     def _checkpoint(self, keys: Sequence[str], last: int) -> int:
         """Return how many chunks there are, `last` at most, up to one with a checkpoint."""
         kind = self._checkpoints
         if kind is None:
             return last
-        return next((n for n in range(last, 0, -1) if not self._lacks(kind.key(keys[n - 1]))), 0)
+        for end in range(last, 0, -FETCHED):
+            lacks = self._lack([kind.key(key) for key in keys[max(end - FETCHED, 0) : end]])
+            if False in lacks:
+                return end - lacks[::-1].index(False)
+        return 0
 
-    def _lacks(self, key: str) -> bool:
-        return key in self._unreadable or not self.store.contains(key)
+    def _lack(self, keys: Sequence[str]) -> list[bool]:
+        """Tell of each key whether its entry is to be written."""
+        held = self.store.contains_many(keys)
+        return [key in self._unreadable or not x for key, x in zip(keys, held, strict=True)]
 
     @giving_back()
     def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
@@ -229,12 +233,12 @@ class PrefixCache:
         self._unreadable.difference_update(keys)  # another process may have written them since
         if self._checkpoints is not None:
             self._unreadable.difference_update(map(self._checkpoints.key, keys))
-        keys = keys[: self._checkpoint(keys, self._held(keys))]
+        self._known = first_lacking(keys, self._lack)
+        keys = keys[: self._checkpoint(keys, self._known)]
         prefix, failed = Prefix(self._kind, len(keys)), dict[int, str]()
-        # The last chunk first: then the first ones, which all others need, are the latest used.
-        for index in reversed(range(len(keys))):
+        for index, blob in fetched(self.store, keys):
             part = ids[index * self.chunk : (index + 1) * self.chunk]
-            if (blob := self.store.get(keys[index])) is None:
+            if blob is None:
                 self._unreadable.add(keys[index])
                 failed[index] = "it is gone"
                 continue
@@ -268,14 +272,14 @@ class PrefixCache:
         def read(end: int) -> bytes:
             blob = self.store.get(kind.key(keys[end // self.chunk - 1]))
             if blob is None:
-                raise _Gone(kind.key(keys[end // self.chunk - 1]), end)
+                raise Gone(kind.key(keys[end // self.chunk - 1]), end)
             return blob
 
         while count := self._checkpoint(keys, last):
             try:
                 return count, kind.load(read, ids[: count * self.chunk])
-            except (FormatError, IntegrityError, _Gone) as error:
-                if isinstance(error, _Gone):  # perhaps the store can't read it now
+            except (FormatError, IntegrityError, Gone) as error:
+                if isinstance(error, Gone):  # perhaps the store can't read it now
                     self._unreadable |= {error.key, kind.key(keys[count - 1])}
                 else:
                     self._drop([kind.key(keys[count - 1])])
@@ -333,12 +337,12 @@ class PrefixCache:
             The store could not write.
         """
         ids, layers = token_ids(tokens), self._source.layers(seq)
-        self._check(layers, len(ids))
+        self._check(layers, ids)
         for layer in layers:
             seal(layer, len(ids) // self.chunk * self.chunk)
         packed = min((s.packed for layer in layers for s in layer.streams()), default=0)
         keys = self.keys(ids)[: packed // self.chunk]
-        missing = [i for i, key in enumerate(keys) if self._lacks(key)]
+        missing = [i for i, lacks in enumerate(self._lack(keys)) if lacks]
         for run in runs(missing):
             blobs = self._kind.pack(layers, run[0], run[-1] + 1, ids)
             for index, blob in zip(run, blobs, strict=True):
@@ -364,14 +368,15 @@ class PrefixCache:
                     "they can be saved"
                 )
                 warnings.warn(told, StoreWarning, stacklevel=3)
-        elif count <= len(keys) and self._lacks(key := kind.key(keys[count - 1])):
+        elif count <= len(keys) and self._lack([key := kind.key(keys[count - 1])])[0]:
             nearest = range(count - 1, kind.begins(held) // self.chunk, -1)
-            lacks = (self._lacks(kind.key(keys[n - 1])) for n in nearest)
+            lacks = self._lack([kind.key(keys[n - 1]) for n in nearest])
             begin = next((n * self.chunk for n, x in zip(nearest, lacks, strict=True) if not x), 0)
             self.store.put(key, kind.pack(records.records(seq), begin, ids[:held]))
             self._unreadable.discard(key)
 
-    def _check(self, layers: Sequence[CacheLayer], tokens: int) -> None:
+    def _check(self, layers: Sequence[CacheLayer], ids: Sequence[int]) -> None:
+        tokens = len(ids)
         held = min((layer.length for layer in layers), default=0)
         if held not in (tokens - 1, tokens):
             # More tokens than ids: something stands twice, and ids and slots don't belong together.
@@ -380,7 +385,7 @@ class PrefixCache:
                 "them, and at most the one that was generated last"
             )
         rows = {s.tail.shape[0] for layer in layers for s in layer.streams()}
-        if rows - {1} or any(layer.padding is not None for layer in layers):
+        if rows - {1} or any(x.padding is not None and x.padding.any() for x in layers):
             raise GeometryError(
                 "prefixes are of one row without padding; save rows of a batch one by one"
             )

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
@@ -169,6 +169,25 @@ class BackgroundStore(Store):
                 self._hits += 1
                 return blob
         return get(name)
+
+    def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """Return blobs that wait or are stored; see `Store.get_many`."""
+        names = [check_key(key) for key in keys]
+        with self._opened():
+            waiting = [self._queued(name) for name in names]
+            self._hits += len(waiting) - waiting.count(None)
+        rest = [name for name, blob in zip(names, waiting, strict=True) if blob is None]
+        stored = iter(self._inner.get_many(rest))
+        return [next(stored) if blob is None else blob for blob in waiting]
+
+    def contains_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Tell of each key whether an entry waits or is stored; see `Store.contains_many`."""
+        names = [check_key(key) for key in keys]
+        with self._opened():
+            waits = [self._queued(name) is not None for name in names]
+        rest = [name for name, here in zip(names, waits, strict=True) if not here]
+        stored = iter(self._inner.contains_many(rest))
+        return [here or next(stored) for here in waits]
 
     def contains(self, key: Key) -> bool:
         """Tell whether an entry waits or is stored; see `Store.contains`."""

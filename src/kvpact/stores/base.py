@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self
@@ -124,6 +124,18 @@ class Store(ABC):
     @abstractmethod
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; its bytes are not read. A dead server is a False."""
+
+    def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """Return what `get` does, of each key; a store at a distance is asked once for all.
+
+        Keys are read in the order given, the last one is the latest used. All blobs are in memory
+        at once.
+        """
+        return [self.get(key) for key in keys]
+
+    def contains_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Return what `contains` does, of each key; a store at a distance is asked once for all."""
+        return [self.contains(key) for key in keys]
 
     @abstractmethod
     def delete(self, key: Key) -> bool:

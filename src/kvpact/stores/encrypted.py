@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from importlib import import_module
@@ -89,10 +89,20 @@ class EncryptedStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.get`."""
+        return self._blob(check_key(key), self._inner.get)
+
+    def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """Return blobs, authenticated; see `Store.get_many`."""
+        names = [check_key(key) for key in keys]
+        sealed = self._inner.get_many(names)
+        sealed.reverse()  # each goes when its blob is there
+        return [self._blob(name, lambda name: sealed.pop()) for name in names]
+
+    def _blob(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
         try:
-            return self._opened(check_key(key), self._inner.get)
+            return self._opened(name, get)
         except IntegrityError as error:
-            warnings.warn(str(error), StoreWarning, stacklevel=2)
+            warnings.warn(str(error), StoreWarning, stacklevel=3)
             return None
 
     def fetch(self, key: Key) -> bytes | None:
@@ -131,6 +141,10 @@ class EncryptedStore(Store):
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""
         return self._inner.contains(key)
+
+    def contains_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Tell of each key whether there is an entry; see `Store.contains_many`."""
+        return self._inner.contains_many(keys)
 
     def delete(self, key: Key) -> bool:
         """Remove an entry; see `Store.delete`."""

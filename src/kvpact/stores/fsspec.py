@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvpact.errors import FormatError, IntegrityError, StoreError
 from kvpact.stores.base import Clock, GCReport, is_key, optional
-from kvpact.stores.record_store import RecordStore
+from kvpact.stores.record_store import Found, RecordStore
 from kvpact.stores.records import LONGEST_HEADER, peek
 
 _SUFFIX = ".kvr"
@@ -59,6 +59,7 @@ class FsspecStore(RecordStore):
         except Exception as error:  # every file system has errors of its own
             raise self._named(error, "can't be opened, ") from _shown_cause(error)
         self._root = self._root.rstrip("/")
+        self._magic = any(sign in self._root for sign in "*?[")  # `cat` would look for others
 
     def __repr__(self) -> str:
         # Credentials may stand between :// and @, and behind the ? of a signed URL.
@@ -88,6 +89,19 @@ class FsspecStore(RecordStore):
                 return bytes(self._fs.cat_file(self._path(name))), None
         except FileNotFoundError:
             return None
+
+    def _read_many(self, names: Sequence[str]) -> list[Found]:
+        if self._magic:
+            return super()._read_many(names)
+        paths = [self._path(name) for name in names]
+        with self._named_errors():
+            records = self._fs.cat(paths, on_error="return") if paths else {}
+        return [self._record(records.get(path)) for path in paths]
+
+    def _record(self, given: object) -> tuple[bytes, None] | StoreError | None:
+        if given is None or isinstance(given, FileNotFoundError):
+            return None
+        return self._named(given) if isinstance(given, Exception) else (bytes(given), None)  # type: ignore[call-overload]
 
     def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
         record = b"".join((head, blob))
@@ -119,6 +133,19 @@ class FsspecStore(RecordStore):
 
     def _contains(self, name: str) -> bool:
         return self._young(name) is True
+
+    def _contains_many(self, names: Sequence[str]) -> list[bool]:
+        if self._ttl is not None:
+            return super()._contains_many(names)
+        paths = [self._path(name) for name in names]
+        with self._named_errors():
+            found = self._fs.cat_ranges(
+                paths, [0] * len(paths), [1] * len(paths), on_error="return"
+            )
+        for one in found:
+            if isinstance(one, Exception) and not isinstance(one, FileNotFoundError):
+                raise self._named(one) from _shown_cause(one)
+        return [not isinstance(one, Exception) for one in found]
 
     def _young(self, name: str) -> bool | None:
         """Tell whether an entry is young enough; None where there is none."""

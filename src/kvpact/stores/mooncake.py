@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from kvpact.errors import (
 from kvpact.stores.base import KEY_PATTERN, Clock, GCReport, StoreWarning, check_prefix
 from kvpact.stores.mooncake_client import LANES, CannotStart, MooncakeClient, NoAnswer
 from kvpact.stores.mooncake_url import Options, local_address, options_of
-from kvpact.stores.record_store import Outage, RecordStore
+from kvpact.stores.record_store import Found, Outage, RecordStore
 from kvpact.stores.records import LONGEST_HEADER, peek
 
 _NO_ROOM, _INVALID, _NOT_READY, _MISSING = -200, -600, -703, -704
@@ -201,6 +202,11 @@ class MooncakeStore(RecordStore):
             )
         self._refused(found)
 
+    def _read_many(self, names: Sequence[str]) -> list[Found]:
+        one = super()._read_many  # as many at once as there are parts of the buffer
+        with ThreadPoolExecutor(LANES) as pool:
+            return [found for (found,) in pool.map(lambda name: one([name]), names)]
+
     def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
         size, largest = len(head) + blob.nbytes, self._options.buffer_size // LANES
         if size > largest:
@@ -231,6 +237,10 @@ class MooncakeStore(RecordStore):
 
     def _contains(self, name: str) -> bool:
         return self._young(name) is True
+
+    def _contains_many(self, names: Sequence[str]) -> list[bool]:
+        with ThreadPoolExecutor(LANES) as pool:
+            return list(pool.map(self._contains, names))
 
     def _young(self, name: str) -> bool | None:
         """Tell whether an entry is young enough; None where there is none."""

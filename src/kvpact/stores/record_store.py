@@ -7,7 +7,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,6 +25,9 @@ from kvpact.stores.base import (
     check_key,
 )
 from kvpact.stores.records import RecordEntry, seal, unseal
+
+Found = tuple[bytes, Any] | StoreError | None
+"""A record and its token, why it could not be read, or nothing."""
 
 
 class RecordStore(Store):
@@ -49,6 +52,16 @@ class RecordStore(Store):
     def _read(self, name: str, *, use: bool = True) -> tuple[bytes, Any] | None:
         """Return the record and its token, or None; `use` says whether it counts as used."""
 
+    def _read_many(self, names: Sequence[str]) -> list[Found]:
+        """Return what `_read` does, or why it failed, of each name; in one trip if that is told."""
+        found: list[Found] = []
+        for name in names:
+            try:
+                found.append(self._read(name))
+            except StoreError as error:
+                found.append(error)
+        return found
+
     @abstractmethod
     def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
         """Store a record, whole or not at all."""
@@ -59,6 +72,9 @@ class RecordStore(Store):
 
     @abstractmethod
     def _contains(self, name: str) -> bool: ...
+
+    def _contains_many(self, names: Sequence[str]) -> list[bool]:
+        return [self._contains(name) for name in names]
 
     @abstractmethod
     def _delete(self, name: str) -> bool: ...
@@ -100,22 +116,42 @@ class RecordStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob; see `Store.get`."""
-        check_key(key)
-        self._check_open()
-        try:
-            return self.fetch(key)
-        except IntegrityError as error:
-            warnings.warn(str(error), StoreWarning, stacklevel=2)
-        except StoreError as error:
-            warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
-        return None
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
+        """Return blobs; see `Store.get_many`."""
+        names, blobs = [check_key(key) for key in keys], list[bytes | None]()
+        found = self._looked_up(names)
+        found.reverse()  # each record goes when its blob is there
+        for name in names:
+            blob = None
+            try:
+                blob = self._checked(name, found.pop())
+            except IntegrityError as error:
+                warnings.warn(str(error), StoreWarning, stacklevel=2)
+            except StoreError as error:
+                warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
+            blobs.append(blob)
+        return blobs
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob; see `Store.fetch`."""
-        name, entry = check_key(key), None
+        name = check_key(key)
+        return self._checked(name, *self._looked_up([name]))
+
+    def _looked_up(self, names: Sequence[str]) -> list[Found]:
         self._check_open()
         try:
-            found = self._read(name)
+            return self._read_many(names) if len(names) > 1 else [self._read(x) for x in names]
+        except StoreError as error:
+            return [error] * len(names)
+
+    def _checked(self, name: str, found: Found) -> bytes | None:
+        """Return the blob of what was read; raise what went wrong."""
+        entry = None
+        try:
+            if isinstance(found, StoreError):
+                raise found
             entry = None if found is None else self._verified(name, *found)
         except StoreError:
             self._count("errors")
@@ -133,6 +169,17 @@ class RecordStore(Store):
         except StoreError as error:
             self._failed(error)
             return False
+
+    def contains_many(self, keys: Sequence[Key]) -> list[bool]:
+        """Tell of each key whether there is an entry; see `Store.contains_many`."""
+        names, found = [check_key(key) for key in keys], list[bool]()
+        self._check_open()
+        try:
+            for start in range(0, len(names), _ASKED):
+                found += self._contains_many(names[start : start + _ASKED])
+        except StoreError as error:
+            self._failed(error)
+        return found + [False] * (len(names) - len(found))
 
     def delete(self, key: Key) -> bool:
         """Remove an entry; see `Store.delete`."""
@@ -231,6 +278,8 @@ class RecordStore(Store):
             self._counts[name] += by
 
 
+_ASKED = 500
+"""Keys of which a store is asked at once."""
 _COUNTED = ("hits", "misses", "evictions", "damaged", "errors")
 
 

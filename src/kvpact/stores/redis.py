@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
 from kvpact.stores.base import Clock, GCReport, StoreWarning, check_prefix, is_key, optional
-from kvpact.stores.record_store import Outage, RecordStore
+from kvpact.stores.record_store import Found, Outage, RecordStore
 
 _LARGEST = 512 << 20  # what a server takes as one value, unless it was told otherwise
 _BATCH = 500
@@ -163,6 +163,11 @@ class RedisStore(RecordStore):
             record = self._client.get(self._prefix + name)
         return None if record is None else (record, record)
 
+    def _read_many(self, names: Sequence[str]) -> list[Found]:
+        with self._reachable():
+            records = self._client.mget([self._prefix + name for name in names]) if names else []
+        return [None if record is None else (record, record) for record in records]
+
     def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
         if len(head) + blob.nbytes > _LARGEST:
             raise StoreFull(
@@ -180,6 +185,12 @@ class RedisStore(RecordStore):
     def _contains(self, name: str) -> bool:
         with self._reachable():
             return bool(self._client.exists(self._prefix + name))
+
+    def _contains_many(self, names: Sequence[str]) -> list[bool]:
+        with self._reachable(), self._client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self._prefix + name)
+            return [bool(found) for found in pipe.execute()]
 
     def _delete(self, name: str) -> bool:
         with self._reachable():

@@ -36,6 +36,7 @@ from kvpact.integrations.transformers.packed_rings import restored_rings, ring_s
 from kvpact.integrations.transformers.records import checked, restore_records, saved
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
+from kvpact.integrations.transformers.told import BEFORE, PLAIN
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, PreTrainedConfig
 from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
@@ -235,7 +236,8 @@ class CompressedCache(Evicting):
         """
         tokens = self.tokens()
         found = saved(self.own_by_index(), tokens, whole=whole)
-        return found + self._shared.gaps.record(self._caches(), tokens)
+        odd = self._shared.told.odd(tokens)
+        return found + self._shared.gaps.record(self._caches(), tokens, odd)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
@@ -278,6 +280,7 @@ class CompressedCache(Evicting):
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
         shared.open(gaps)
+        shared.told.note(0, tokens, reason=BEFORE if gaps.odd else PLAIN)
         self._rings.hold(rings, len(packed))
         restore_records(own, records)
 

@@ -19,11 +19,13 @@ NAME = "gaps"
 class Gaps(NamedTuple):
     """Ranges of positions that are gone, ascending, apart; `firm`: before it no one knows which.
 
-    A range in front of `firm` tells alone how many are gone there.
+    A range in front of `firm` tells alone how many are gone there. `odd`: as it was before a
+    snapshot, see `Told.odd`.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
     firm: int = 0
+    odd: bool = False
 
     @property
     def gone(self) -> int:
@@ -59,12 +61,14 @@ class Gaps(NamedTuple):
                 "model.set_attn_implementation('kvpact')"
             )
 
-    def record(self, caches: Sequence[ContiguousCache], tokens: int) -> list[RecordState]:
-        """Return what a snapshot keeps of them, nothing where all tokens are held."""
-        if not self.ranges:
+    def record(
+        self, caches: Sequence[ContiguousCache], tokens: int, odd: bool
+    ) -> list[RecordState]:
+        """Return what a snapshot keeps of them, nothing where all tokens are held, none odd."""
+        if not self.ranges and not odd:
             return []
         batch = next((cache.batch_size for cache in caches), None) or 1
-        numbers = torch.tensor([*self.ranges, (self.firm, 0)], dtype=torch.int64, device="cpu")
+        numbers = torch.tensor([*self.ranges, (self.firm, odd)], dtype=torch.int64, device="cpu")
         return [RecordState(0, NAME, numbers.repeat(batch, 1, 1), 0, tokens)]
 
 
@@ -80,7 +84,7 @@ def gaps_of(records: Sequence[RecordState], tokens: int) -> tuple[Gaps, list[Rec
     numbers = found[0]
     if numbers.dtype != torch.int64 or numbers.dim() != 3 or numbers.shape[2] != 2:
         raise GeometryError("the snapshot's gaps are not ranges of tokens")
-    *ranges, (firm, _) = ((int(a), int(b)) for a, b in numbers[0].tolist())
+    *ranges, (firm, odd) = ((int(a), int(b)) for a, b in numbers[0].tolist())
     ends = [end for pair in ranges for end in pair]
     if (
         not all(a < b for a, b in ranges)
@@ -90,4 +94,4 @@ def gaps_of(records: Sequence[RecordState], tokens: int) -> tuple[Gaps, list[Rec
         or not bool((numbers == numbers[:1]).all())
     ):
         raise GeometryError("the snapshot's gaps are not ascending ranges of its tokens")
-    return Gaps(tuple(ranges), firm), others
+    return Gaps(tuple(ranges), firm, odd != 0), others

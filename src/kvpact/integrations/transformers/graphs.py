@@ -119,6 +119,9 @@ class DecodeGraph:
             else:
                 if self._replay is None:
                     self._capture(layers, ids)
+                told, held = self.cache._shared.told, layers[0].length
+                if told.seen >= held > 0:
+                    told.note(held, 1, ids if rows == 1 else None, device=ids.device)
                 logits = self._replayed(layers, after, ids)
         self._known, self._left = [layer._held for layer in layers], self._left - 1
         return logits

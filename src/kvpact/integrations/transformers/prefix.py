@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -11,15 +12,21 @@ import torch
 
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
-from kvpact.errors import GeometryError, SnapshotError, SpecError
-from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
+from kvpact.errors import GeometryError, MismatchError, SnapshotError, SpecError
+from kvpact.integrations.fingerprint import (
+    model_fingerprint,
+    require_adapter_name,
+    weights_seen,
+)
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
 from kvpact.integrations.transformers.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.records import record_shapes
+from kvpact.integrations.transformers.told import watch
 from kvpact.integrations.transformers.versions import named
 from kvpact.integrations.weights import input_device, part_of
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
+from kvpact.prefixes.fetch import first_lacking
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import RecordState, Snapshot
@@ -40,17 +47,51 @@ class TextPrefixes(PrefixCache):
     media: frozenset[int] = frozenset()
     model: Any
     cache: CompressedCache
+    given: bool
+    adapter: str | None
+    seen: tuple[object, object]
     _ids: list[int] | None = None
     """What the cache holds, as far as this object knows; None while a call is under way."""
 
     def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
-        """See `PrefixCache.load`."""
+        """See `PrefixCache.load`; weights that have changed since get a fingerprint of their own.
+
+        Raises `MismatchError` where another adapter is active than before, or the weights changed
+        and the fingerprint was given.
+        """
+        if not self.cache.get_seq_length():
+            self._meet_weights()
         held = super().load(tokens, seq=seq)
         self._ids = token_ids(tokens)[:held]
+        ids = torch.tensor(self._ids, dtype=torch.long, device="cpu")
+        self.cache._shared.told.note(0, held, ids)
         return held
 
+    def _meet_weights(self) -> None:
+        """Go on with the weights as they are now."""
+        seen = weights_seen(self.model)
+        if seen[1] != self.seen[1] or (self.given and seen != self.seen):
+            raise MismatchError(
+                "the model's weights changed or moved, or another adapter is active, since "
+                "prefix_cache() was made: make it anew, with the fingerprint and the adapter of now"
+            )
+        if seen != self.seen:
+            name = model_fingerprint(self.model, adapter=self.adapter)
+            self.rename(name + part_of(self.model))
+            self.seen = seen
+
     def save(self, tokens: Tokens, *, seq: int | None = None) -> int:
-        """See `PrefixCache.save`."""
+        """See `PrefixCache.save`.
+
+        Raises `GeometryError`, too, where the model was given other ids, or more than ids: a mask
+        with holes, positions that don't count up from 0, embeddings. And `MismatchError` where
+        weights or adapters are others than when the cache was empty.
+        """
+        if weights_seen(self.model) != self.seen:
+            raise MismatchError(
+                "the model's weights or adapters changed since the cache was empty: reset() it, "
+                "and load() or prefill() before the model is called"
+            )
         written = super().save(tokens, seq=seq)
         self._ids = token_ids(tokens)
         return written
@@ -58,8 +99,15 @@ class TextPrefixes(PrefixCache):
     def keys(self, tokens: Tokens) -> list[str]:
         """Return the store's keys of all full chunks before the first image, video or sound."""
         ids = token_ids(tokens)
-        first = next((i for i, token in enumerate(ids) if token in self.media), len(ids))
-        return super().keys(ids[:first])
+        return super().keys(ids[: self._text(ids)])
+
+    def _text(self, ids: Sequence[int]) -> int:
+        """Return how many ids stand before the first image, video or sound."""
+        return next((i for i, token in enumerate(ids) if token in self.media), len(ids))
+
+    def _check(self, layers: Sequence[CacheLayer], ids: Sequence[int]) -> None:
+        super()._check(layers, ids)
+        self.cache._shared.told.check(ids, self.cache.tokens(), self._text(ids))
 
     @torch.no_grad()
     def prefill(self, tokens: Tokens, *, every: int | None = None) -> int:
@@ -102,8 +150,11 @@ class TextPrefixes(PrefixCache):
             raise GeometryError(f"every should be a multiple of {self.chunk}, not {every!r}")
         keys = self.keys(ids[:-1])
         end = len(keys) * self.chunk
-        stops = {self._held(keys) * self.chunk, end, *range(0, end, every or max(end, 1))}
-        held = self._going_on(ids) or self.load(ids[:-1])
+        if held := self._going_on(ids):
+            known = first_lacking(keys, self._lack)
+        else:
+            held, known = self.load(ids[:-1]), self._known
+        stops = {known * self.chunk, end, *range(0, end, every or max(end, 1))}
         for stop in sorted(stop for stop in stops if stop > held):
             self._compute(ids, held, stop)
             self.save(ids[:stop])
@@ -207,9 +258,9 @@ def prefix_cache(
         Of this model, for one row.
     fingerprint : str, optional
         What `model_fingerprint(model)` gave. If omitted it is computed, which reads every weight
-        (about a second per gigabyte); keep it where many caches serve one model, and compute it
-        anew when the weights change. Where heads are on several processes (tensor parallelism),
-        rank and number of processes are added.
+        (about a second per gigabyte), now and whenever `load` finds that they have changed; keep
+        it where many caches serve one model, and compute it anew when the weights change. Where
+        heads are on several processes (tensor parallelism), rank and number of processes are added.
     adapter, tenant, chunk, storage, calibration, windows : optional
         As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
         are loaded, `adapter` has to say which one is active, and how strongly.
@@ -251,6 +302,7 @@ def prefix_cache(
             f"{decoder.model_type} makes entries of several tokens each, which are no chunks of a "
             "prefix; a snapshot of the whole cache can be taken"
         )
+    seen = weights_seen(model)
     prefixes = TextPrefixes(
         store,
         _PrefixSource(cache, model),
@@ -263,7 +315,11 @@ def prefix_cache(
         windows=windows,
     )
     prefixes.model, prefixes.cache = model, cache
+    prefixes.given, prefixes.adapter, prefixes.seen = bool(fingerprint), adapter, seen
     prefixes.media = frozenset(
         value for name, value in entries(config) if _MEDIA.fullmatch(name) and type(value) is int
     )
+    told, held = cache._shared.told, cache.get_seq_length()
+    told.note(told.seen, max(held - told.seen, 0))  # what came before is taken for text
+    watch(model, bool(prefixes.media))
     return prefixes

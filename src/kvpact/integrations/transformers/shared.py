@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.gaps import Gaps
+from kvpact.integrations.transformers.told import Told
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
@@ -54,6 +56,7 @@ class SharedState:
     - `handles`: what the last layer's `update` returned.
     - `heap`: what malloc is told during a prompt, by all caches here.
     - `gaps`, `gone`: tokens that are counted and held no more, and how many.
+    - `told`: what a watched model was called with.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class SharedState:
         self.attention: str | None = None
         self.handles: HandlePair | None = None
         self.heap = Hold()
+        self.told = Told()
         self.open(Gaps())
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
         self.held, self.waiting = [cache] * layers, [None] * layers
         self.asked = self.handles = self.wait = self.latest = None
+        self.told = Told()
         self.open(Gaps())
 
     def open(self, gaps: Gaps) -> None:
@@ -110,6 +115,7 @@ class SharedState:
         other.hold(None, len(self.held))
         other.recording = self.recording
         other.open(self.gaps)
+        other.told = deepcopy(self.told, memo)
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other
