@@ -244,7 +244,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     if options.get("check") == "deferred":
         raise EnableError(
             "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "
-            f"{CACHE}=CompressedCache(model, …, check='deferred') and call its verify()"
+            f"{CACHE}=CompressedCache(model, ..., check='deferred') and call its verify()"
         )
     maker = _CacheMaker(model, spec, options)
     with _lock:
@@ -295,7 +295,7 @@ def check_servable(model: Any) -> None:
     if not {"generation_config", "model_kwargs"} <= set(prepare.parameters):
         raise EnableError(
             f"{name} makes its cache in a way of its own, which kvpact can't replace: pass "
-            f"{CACHE}=CompressedCache(model, …) where it takes one"
+            f"{CACHE}=CompressedCache(model, ...) where it takes one"
         )
     if not _prepares(kind):
         parts = [
