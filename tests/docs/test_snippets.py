@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer
 from doc_snippets import PAGES, ROOT, blocks, given, name_of
+from lm_eval_stub import stand_in
 
 from kvpact.cli.app import app
 from kvpact.integrations.transformers.versions import CACHE
@@ -25,6 +26,7 @@ SHELL = ("", "console", "bash", "sh")
 @pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=name_of)
 def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
     names, before = given(tmp_path), set(known_names())
     given_model = names["name"]
