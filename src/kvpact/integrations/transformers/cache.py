@@ -21,7 +21,7 @@ from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.evict import Evicting
-from kvpact.integrations.transformers.facts import ENTRIES, INDEXED, SLIDING, layer_facts
+from kvpact.integrations.transformers.facts import CROSS, ENTRIES, INDEXED, SLIDING, layer_facts
 from kvpact.integrations.transformers.gaps import gaps_of
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
@@ -33,7 +33,12 @@ from kvpact.integrations.transformers.made_keys import (
 )
 from kvpact.integrations.transformers.offsets import offsets_of
 from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
-from kvpact.integrations.transformers.records import checked, restore_records, saved
+from kvpact.integrations.transformers.records import (
+    CrossAttentionLayer,
+    checked,
+    restore_records,
+    saved,
+)
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, PreTrainedConfig
@@ -184,7 +189,8 @@ class CompressedCache(Evicting):
                 layers.append(CompressedSlidingLayer(rings, next(ring), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
-                layers.append(LAYER_CLASSES[kind](**more))
+                plain = CrossAttentionLayer if kind == CROSS else LAYER_CLASSES[kind]
+                layers.append(plain(**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
 
     @property

@@ -25,6 +25,8 @@ ENTRIES = frozenset({"compressed_sparse_attention", "heavily_compressed_attentio
 COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED, *ENTRIES})
 """Types of layers whose K and V, or entries, are compressed."""
 SLIDING = "sliding_attention"
+CROSS = "cross_attention"
+"""The type of layers that attend to an image alone; transformers has none for them."""
 _MASKED = {*COMPRESSED - ENTRIES, "sliding_attention", "chunked_attention", "hybrid_sliding"}
 _STATES = {"linear_attention", "conv", "dummy"}
 _MEANINGS = {
@@ -34,6 +36,7 @@ _MEANINGS = {
     "conv": "a state of fixed size",
     "hybrid_sliding": "the last tokens and a state",
     "dummy": "nothing",
+    CROSS: "an image alone",
 }
 
 
@@ -85,6 +88,8 @@ def layer_facts(config: Any) -> LayerFacts:
     widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
     latent = frozenset(width for width in widths if width and KEEPS_LATENTS)
+    for layer in getattr(config, "cross_attention_layers", None) or ():
+        types[layer] = CROSS
     facts = LayerFacts(tuple(types), tuple(options), latent, sparse, layers_read_again(config))
     key, everyone = id(config), _known  # a module's names are None when an interpreter ends
     _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts

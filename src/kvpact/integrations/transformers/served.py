@@ -1,4 +1,4 @@
-"""What an enabled model serves: figures of its calls, and a word on calls that it does not serve."""
+"""What an enabled model serves: figures of its calls, and a word on others."""
 
 from __future__ import annotations
 
