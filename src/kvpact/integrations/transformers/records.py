@@ -29,7 +29,8 @@ from kvpact.snapshot import RecordState
 class Attribute(NamedTuple):
     """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes.
 
-    What is ``fixed`` stands for no token, such as an image. A stream may be packed: then it is held as parts, and as a whole it is made of them.
+    A stream may be packed: then it is held as parts, and as a whole it is made of them. What is
+    ``fixed`` stands for no token, but for an image.
     """
 
     name: str
