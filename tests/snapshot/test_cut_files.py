@@ -1,6 +1,8 @@
 """Files that are cut short while a snapshot of them is open: a named error, wherever it is."""
 
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,13 @@ def test_nothing_of_a_file_is_mapped(path: Path):
     held.verify()
     if maps.exists():
         assert path.name not in maps.read_text()
+
+
+def test_a_snapshot_is_pickled_as_its_checked_bytes(path: Path):
+    held = Snapshot.open(path)
+    for again in (pickle.loads(pickle.dumps(held)), copy.deepcopy(held), copy.copy(held)):
+        assert type(again) is Snapshot and again.to_bytes() == path.read_bytes()
+    data = bytearray(pickle.dumps(held))
+    data[len(data) // 2] ^= 1
+    with pytest.raises(IntegrityError):
+        pickle.loads(data)

@@ -230,6 +230,10 @@ class Snapshot:
             f"nbytes={self.nbytes})"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the bytes, which are checked when they are read."""
+        return Snapshot.from_bytes, (self.to_bytes(),)
+
     def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
         """Return a layer's state; only its own bytes are read, and checked.
 

@@ -23,7 +23,14 @@ from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.evict import Evicting
-from kvpact.integrations.transformers.facts import CROSS, ENTRIES, INDEXED, SLIDING, layer_facts
+from kvpact.integrations.transformers.facts import (
+    CROSS,
+    ENTRIES,
+    INDEXED,
+    SLIDING,
+    check_heads,
+    layer_facts,
+)
 from kvpact.integrations.transformers.fallback import FallbackWarning
 from kvpact.integrations.transformers.gaps import gaps_of
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
@@ -286,6 +293,7 @@ class CompressedCache(Evicting):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        check_heads(shared.config, geometry)
         tokens = snapshot.tokens
         gaps, records = gaps_of(snapshot.records(), tokens)
         kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))
