@@ -134,3 +134,21 @@ def test_stats_name_the_backend_and_why_it_is_not_a_better_one(llama, prompt, gr
         told = enabled.stats()
         assert told["backends"] == ["cpu", "torch"] or told["backends"] == ["torch"]
         assert told["fallbacks"] == cache.stats()["compute"]["reasons"] != {}
+
+
+@pytest.mark.parametrize(
+    ("attention", "name"), [("auto", "kvpact::attend"), ("keep", "kvpact::decompress")]
+)
+def test_a_profile_names_what_kvpact_does(llama, ids, monkeypatch, attention, name):
+    cache = CompressedCache(llama, COARSE, attention=attention)
+    with torch.no_grad():
+        llama(ids, **named(cache))
+        with monkeypatch.context() as context:  # no name is made where no profiler runs
+            context.setattr("torch.autograd.profiler.record_function", None)
+            llama(ids[:, :1], **named(cache))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            llama(ids[:, :1], **named(cache))
+    counts = {event.key: event.count for event in seen.key_averages()}
+    own = {key: count for key, count in counts.items() if key.startswith("kvpact::")}
+    layers = llama.config.num_hidden_layers
+    assert own == {name: layers if attention == "auto" else 2 * layers}
