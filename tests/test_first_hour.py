@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "kvpact.CompressedCache('int4', model)": "write: CompressedCache(model, 'int4')",
     "kvpact.CompressedCache((model, None))": (
-        "model, tokenizer = kvpact.load_model(…); CompressedCache(model)"
+        "model, tokenizer = kvpact.load_model(...); CompressedCache(model)"
     ),
     "kvpact.CompressedCache(LlamaForCausalLM)": "(model), of a model of transformers",
     "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
@@ -133,21 +133,21 @@ def test_a_model_is_enabled_with_bits(model):
 
 def test_a_cache_tells_what_it_holds(model):
     cache = kvpact.CompressedCache(model)
-    assert repr(cache) == "<CompressedCache trellis:bits=4 · empty>"
+    assert repr(cache) == "<CompressedCache trellis:bits=4 | empty>"
     assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
     empty = cache.stats()
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], **named(cache))
         # 2 layers, K and V of 2 heads of 32 numbers of 4 bytes: all tokens wait as they are.
-        assert repr(cache).endswith("50 tokens · 51.20 kB · 100 % of an exact cache>")
+        assert repr(cache).endswith("50 tokens | 51.20 kB | 100 % of an exact cache>")
         assert cache.nbytes == 50 * 2 * 2 * 2 * 32 * 4 and cache.saved == 0
         model(torch.arange(500)[None] % 64, **named(cache))
     exact = 550 * 2 * 2 * 2 * 32 * 4
     assert cache.nbytes == cache.memory_usage() == cache.stats()["bytes"]["total"]
     assert cache.saved == 1 - cache.nbytes / exact and 0.4 < cache.saved < 0.8
-    assert repr(cache).startswith("<CompressedCache trellis:bits=4 · 550 tokens · ")
-    assert repr(cache).endswith(f" · {100 * cache.nbytes / exact:.0f} % of an exact cache>")
+    assert repr(cache).startswith("<CompressedCache trellis:bits=4 | 550 tokens | ")
+    assert repr(cache).endswith(f" | {100 * cache.nbytes / exact:.0f} % of an exact cache>")
 
 
 def test_layers_that_stay_as_they_are_count_in_a_models_cache():
@@ -165,21 +165,21 @@ def test_every_layout_tells_what_it_holds():
     k, v = (torch.randn(2, 1, 300, 64, generator=torch.manual_seed(seed)) for seed in (0, 1))
     geometry = kvpact.CacheGeometry(1, 1, 64, dtype=torch.float32)
     flat = kvpact.create_cache("int:bits=8", geometry)
-    assert repr(flat) == "<ContiguousCache int:bits=8 · empty>"
+    assert repr(flat) == "<ContiguousCache int:bits=8 | empty>"
     flat.store(0, k=k, v=v)
     share = f"{100 * flat.nbytes / (2 * 2 * 300 * 64 * 4):.0f} % of an exact cache"
-    assert repr(flat).startswith("<ContiguousCache int:bits=8 · 2 x 300 tokens · ")
-    assert repr(flat).endswith(f" kB · {share}>")
+    assert repr(flat).startswith("<ContiguousCache int:bits=8 | 2 x 300 tokens | ")
+    assert repr(flat).endswith(f" kB | {share}>")
     pages = kvpact.PagedKVCache("int:bits=8", geometry, num_pages=40)
-    assert repr(pages) == "<PagedKVCache int:bits=8 · empty>" and pages.nbytes > 0
+    assert repr(pages) == "<PagedKVCache int:bits=8 | empty>" and pages.nbytes > 0
     view = pages.view()
     view.prefill(0, k=k, v=v)
-    assert repr(view).startswith("<PagedView int:bits=8 · 2 x 300 tokens · ")
+    assert repr(view).startswith("<PagedView int:bits=8 | 2 x 300 tokens | ")
     assert view.saved == pages.saved == 1 - pages.memory_usage() / (2 * 2 * 300 * 64 * 4)
     plain = kvpact.KVCache(1, 100, 64)
     plain.store_kv(0, k[0, 0, :1], v[0, 0, :1])
     plain.advance()
-    assert repr(plain).startswith("<KVCache none · 1 token · ")
+    assert repr(plain).startswith("<KVCache none | 1 token | ")
     mixed = kvpact.create_cache(
         {"default": "int4", "layers": {"0": "int8"}}, kvpact.CacheGeometry(2, 1, 64)
     )

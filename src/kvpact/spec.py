@@ -166,7 +166,7 @@ def _parse_side(text: str) -> tuple[Any, Any]:
         return spec.key, spec.value
     types, options = option_types(entry), {}
     if colon and not rest:
-        raise SpecError(f"{text!r}: after the colon come options such as {next(iter(types))}=…")
+        raise SpecError(f"{text!r}: after the colon come options such as {next(iter(types))}=...")
     for item in rest.split(",") if rest else ():
         key, equals, value = item.strip().partition("=")
         if not equals and key.isdecimal() and "bits" in types:

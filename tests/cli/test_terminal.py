@@ -1,6 +1,7 @@
 """On a terminal and in a pipe: colours, progress and widths."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -135,3 +136,41 @@ def test_short_work_tells_a_pipe_no_progress(model_folder, tmp_path):
     result = invoke("snapshot", "save", tmp_path / "a", "Once", "--model", model_folder)
     assert result.exit_code == 0
     assert result.stderr == f"loading model {model_folder}\n"
+
+
+SIGNS = """
+import json, sys
+from kvpact.cli.app import app
+from kvpact.cli.console import explain, print_document, print_table, progress, say
+from kvpact.cli.size_budget import show_schedule
+from kvpact.cli import commands
+def work():
+    if sys.argv[1] == "json":
+        return print_document("size", name="caf\\u00e9 \\u2588")
+    say("caf\\u00e9 \\u00b1 1 \\u2026")
+    explain("\\u00b1 is an error")
+    print_table(("spec", "\\u00b1"), [("\\u732b" * 9, "1")])
+    row = {"tokens": 4096, "bits": 4.0, "bytes": 10**6}
+    show_schedule({"rows": [row], "budget": 10**6, "max_tokens": 4096})
+    with progress("counting") as report:
+        report(1, 2, "first")
+import kvpact.cli.doctor
+kvpact.cli.doctor.doctor = work
+app(["doctor"], prog_name="kvpact")
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp932", "cp1252", "utf-8"])
+def test_what_stdout_cannot_encode_is_spelled(encoding):
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-c", SIGNS]
+    done = subprocess.run([*command, "text"], capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr.decode()
+    said = done.stdout.decode(encoding)
+    first = {"ascii": r"caf\xe9 +- 1 ...", "cp932": r"caf\xe9 ± 1 …"}
+    assert said.splitlines()[0] == first.get(encoding, "café ± 1 …")
+    cat = "猫" if encoding in ("cp932", "utf-8") else r"\u732b"
+    assert cat * 9 in said and ("█" if encoding == "utf-8" else "#") * 9 in said
+    done = subprocess.run([*command, "json"], capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads(done.stdout.decode(encoding))["name"] == "café █"

@@ -296,6 +296,7 @@ def test_text_is_cut_to_the_tokens_asked_for(model):
         kvpact.evaluate(model, "none", "abcdefgh" * 40)
     share = f"{100 * result.rows[0].bytes / result.rows[0].exact_bytes:.1f} % of the exact cache"
     assert repr(result).startswith("none: lossless, KL ") and repr(result).endswith(share)
+    assert repr(result).isascii() and " +- " in repr(result)
 
 
 # --- report ----------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_rows_are_those_of_a_batch_made_of_them(name, make_model, sizes, ids):
 def test_rows_that_are_not_there_change_nothing(name, filled, ids):
     model, cache = filled(name, 9)
     twin = copy.deepcopy(cache)
-    with pytest.raises(GeometryError, match=r"0 … 2"):
+    with pytest.raises(GeometryError, match=r"0 ... 2"):
         cache.batch_select_indices(torch.tensor([3]))
     with pytest.raises(GeometryError, match="from 1 on"):
         cache.batch_repeat_interleave(0)

@@ -1,5 +1,8 @@
 """Snapshots of transformers caches, and fingerprints of models."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -29,6 +32,49 @@ def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     assert torch.equal(llama(**step, **named(restored)).logits, wanted)
     assert restored.snapshot().digest == cache.snapshot().digest
     assert restored.memory_usage() == cache.memory_usage()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("other", [{"num_key_value_heads": 1}, {"head_dim": 32}])
+def test_a_snapshot_of_a_model_with_other_heads_is_refused(llama, prompt, other):
+    cache = CompressedCache(llama.config, SPEC)
+    llama(**prompt, **named(cache))
+    config = type(llama.config)(**{**llama.config.to_dict(), **other})
+    empty = CompressedCache(config, SPEC)
+    heads, width = llama.config.num_key_value_heads, llama.config.head_dim
+    (name, value) = next(iter(other.items()))
+    told = rf"{heads} KV heads of width {width}, .*{name} \[{value}\].*another model"
+    with pytest.raises(errors.GeometryError, match=told):
+        empty.restore(cache.snapshot())
+    assert empty.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_part_of_the_heads_is_a_process_own(llama, prompt, monkeypatch):
+    """With tensor parallelism each process caches its heads, of which the config has all."""
+    cache = CompressedCache(llama.config, SPEC)
+    llama(**prompt, **named(cache))
+    whole = {**llama.config.to_dict(), "num_key_value_heads": 2 * llama.config.num_key_value_heads}
+    whole["num_attention_heads"] *= 2
+    rank = CompressedCache(type(llama.config)(**whole), SPEC)
+    with pytest.raises(errors.GeometryError, match="another model"):
+        rank.restore(cache.snapshot())
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    rank.restore(cache.snapshot())
+    assert rank.get_seq_length() == 40
+
+
+def test_the_attention_is_known_as_soon_as_kvpact_is_imported():
+    code = (
+        "import kvpact.integrations.transformers; from transformers import LlamaConfig as C\n"
+        "from transformers import LlamaForCausalLM as M\n"
+        "c = C(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,"
+        " vocab_size=8, attn_implementation='kvpact')\n"
+        "print(M(c).config._attn_implementation)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["kvpact"]
 
 
 def test_refusals_leave_the_cache_as_it_was(llama, prompt):

@@ -63,17 +63,6 @@ def test_files(snapshot: Snapshot, tmp_path: Path):
     assert told.value.filename == str(tmp_path / "no" / "folder")
 
 
-@pytest.mark.skipif(not hasattr(os, "preadv"), reason="what is mapped may not be cut short")
-def test_a_file_that_is_cut_short_while_it_is_open(snapshot: Snapshot, tmp_path: Path):
-    path = tmp_path / "a.safetensors"
-    snapshot.save(path)
-    held = Snapshot.open(path)
-    os.truncate(path, path.stat().st_size - 1)
-    assert held.layer(0).spec == snapshot.layer(0).spec
-    with pytest.raises(errors.IntegrityError, match="does not match"):
-        held.layer(held.num_layers - 1)
-
-
 def test_a_failed_save_leaves_what_was_there(snapshot: Snapshot, tmp_path: Path, monkeypatch):
     path = tmp_path / "a.safetensors"
     snapshot.save(path)

@@ -181,7 +181,7 @@ def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
         monkeypatch.setattr(store._fs, "pipe_file", fail)
         monkeypatch.setattr(store._fs, "cat_file", fail)
         with pytest.raises(
-            StoreError, match=r"RuntimeError: 403, url='https://host/a\?…'"
+            StoreError, match=r"RuntimeError: 403, url='https://host/a\?...'"
         ) as raised:
             store.put("a", b"1")
         texts += traceback.format_exception_only(raised.value)

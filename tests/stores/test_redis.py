@@ -288,5 +288,5 @@ def test_a_url_that_a_password_has_cut_is_not_shown(url):
     ],
 )
 def test_a_url_does_not_override_arguments(query):
-    with pytest.raises(StoreError, match=r"ssl_… or socket_…; give"):
+    with pytest.raises(StoreError, match=r"ssl_... or socket_...; give"):
         RedisStore(f"rediss://127.0.0.1:1?{query}", timeout=0.01)

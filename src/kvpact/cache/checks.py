@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check_layer(layer: int, num_layers: int) -> None:
     """Raise `LayerIndexError` unless the layer is there."""
     if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers:
-        raise LayerIndexError(f"layer {layer!r} is not one of 0 … {num_layers - 1}")
+        raise LayerIndexError(f"layer {layer!r} is not one of 0 ... {num_layers - 1}")
 
 
 def check_tokens(

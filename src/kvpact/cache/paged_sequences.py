@@ -312,7 +312,7 @@ class PagedSequences(Summarized, SequencePages):
         batch, size = snapshot.manifest.batch, self.pool.page_size
         for row in rows:
             if type(row) is not int or not 0 <= row < max(batch, 1):
-                raise GeometryError(f"row {row!r} is not one of 0 … {max(batch, 1) - 1}")
+                raise GeometryError(f"row {row!r} is not one of 0 ... {max(batch, 1) - 1}")
         per_row = -(-snapshot.tokens // size)
         pages = self.pool.take(per_row * len(rows), f"{snapshot.tokens} tokens, {len(rows)} times")
         tables = [pages[i * per_row : (i + 1) * per_row] for i in range(len(rows))]

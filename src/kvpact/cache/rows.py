@@ -34,7 +34,7 @@ def check_rows(indices: Tensor, batch: int | None) -> None:
     if batch is None:
         return
     if indices.numel() == 0 or indices.min() < 0 or indices.max() >= batch:
-        raise GeometryError(f"indices should be one or more of 0 … {batch - 1}")
+        raise GeometryError(f"indices should be one or more of 0 ... {batch - 1}")
 
 
 class BatchRows(Summarized, ABC):

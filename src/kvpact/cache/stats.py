@@ -74,7 +74,7 @@ class Summarized:
             tokens = f"{found.rows} x {tokens}" if found.rows > 1 else tokens
             share = f"{100 * found.nbytes / found.exact:.0f} % of an exact cache"
             parts[1:] = [tokens, size_text(found.nbytes), share]
-        return f"<{type(self).__name__} {' · '.join(parts)}>"
+        return f"<{type(self).__name__} {' | '.join(parts)}>"
 
 
 def spec_text(specs: Iterable[Spec]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
@@ -64,6 +66,18 @@ def _group(name: str) -> TyperGroup:
     )
 
 
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """Return what is written for signs that stdout can't encode, and where they end."""
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    plain = {"±": "+-", "…": "...", "█": "#"}
+    escaped = (plain.get(x) or x.encode("ascii", "backslashreplace").decode() for x in signs)
+    return "".join(escaped), error.end
+
+
+codecs.register_error("kvpact.spelled", _spelled)
+
+
 class Commands(TyperGroup):
     """All commands; every expected error is one line on stderr and exit code 2."""
 
@@ -75,6 +89,8 @@ class Commands(TyperGroup):
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command; see `typer.core.TyperGroup.main`."""
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="kvpact.spelled")
         try:
             result = super().main(args, standalone_mode=False, **extra)
         except (KVPactError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:

@@ -132,7 +132,8 @@ def print_document(command: str, **fields: object) -> None:
     ``tests/cli/test_json.py`` holds the keys of each document and checks them.
     """
     document = {"command": command, **fields}
-    typer.echo(json.dumps(json_ready(document), indent=2, allow_nan=False, ensure_ascii=False))
+    escaped = not output_console().encoding.lower().startswith("utf")
+    typer.echo(json.dumps(json_ready(document), indent=2, allow_nan=False, ensure_ascii=escaped))
 
 
 def _by_the_minute(title: str) -> Callable[[float, float | None, str], None]:

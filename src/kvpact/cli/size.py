@@ -225,6 +225,6 @@ def _layer_text(layer: dict[str, Any]) -> str:
         parts.append(f"{layer['index_width']} numbers {each} of an index")
     if layer["state_bytes"]:
         parts.append(f"states of {size_text(layer['state_bytes'])}")
-    held = ", ".join(parts) or "holds nothing"
+    held = ", ".join(parts) or ("images" if kind == "cross attention" else "holds nothing")
     packed = f"; packed by {layer['sliding']}" if layer["sliding"] else "; not compressed"
     return f"{kind}: {held}{'' if layer['compressed'] else packed}"

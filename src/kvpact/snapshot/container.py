@@ -8,12 +8,12 @@ table stands in the header and thus over everything. See docs/snapshot-format.md
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from os import PathLike
+from threading import Lock
 from typing import Any, Self
 from weakref import finalize
 
@@ -84,6 +84,38 @@ def _root(head: bytes | bytearray, table: Any) -> str:
     return digest.hexdigest()
 
 
+class _File:
+    """An open file's bytes, by slices: read, since a mapping kills who reads it once it is cut."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self._size, self._lock = handle, os.fstat(handle).st_size, Lock()
+        finalize(self, os.close, handle)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> Any:
+        at, end, _ = part.indices(self._size)
+        data: Any = torch.empty(end - at, dtype=torch.uint8, device="cpu").numpy()
+        while at < end:
+            if (count := self._read(data[at - end :], at)) == 0:
+                raise IntegrityError(
+                    f"the file was cut short to {os.fstat(self._handle).st_size} of {self._size} "
+                    "bytes since it was opened: write it anew, and open it again"
+                )
+            at += count
+        return data
+
+    def _read(self, out: Any, at: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._handle, [out], at)
+        with self._lock:
+            os.lseek(self._handle, at, os.SEEK_SET)
+            data = os.read(self._handle, len(out))
+        out[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        return len(data)
+
+
 class Container:
     """A file's header, its manifest, and its sections; header and table alone are read and checked.
 
@@ -91,11 +123,11 @@ class Container:
     `IntegrityError` where header or table were changed.
     """
 
-    _handle: int | None = None
-
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
         try:
-            self.buffer = memoryview(buffer).cast("B")
+            self.buffer: Any = buffer
+            if not isinstance(buffer, _File):
+                self.buffer = memoryview(buffer).cast("B")
         except TypeError as error:
             raise FormatError(f"{kind} is read from bytes: {error}") from error
         total = len(self.buffer)
@@ -190,21 +222,11 @@ class Container:
 
     @classmethod
     def open(cls, path: str | PathLike[str], kind: str, *versions: int) -> Self:
-        """Map a file, which may be replaced but not cut short; sections are checked when used.
-
-        Where a system can read at a place, they are read, not mapped: what is mapped is resident.
-        """
-        with os.fdopen(open_regular(path), "rb") as file:
-            try:
-                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError:
-                raise FormatError(f"{path} is empty") from None
-            held = cls(buffer, kind, *versions)
-            if hasattr(os, "preadv") and hasattr(buffer, "madvise"):
-                buffer.madvise(mmap.MADV_DONTNEED)
-                held._handle = os.dup(file.fileno())
-                finalize(held, os.close, held._handle)
-        return held
+        """Open a file, which may be replaced; sections are read and checked when they are used."""
+        file = _File(open_regular(path))
+        if not len(file):
+            raise FormatError(f"{path} is empty")
+        return cls(file, kind, *versions)
 
     @property
     def nbytes(self) -> int:
@@ -226,16 +248,12 @@ class Container:
     def section(self, index: int) -> Tensor:
         """Return a copy of a section, `[n]` uint8, checked after it was copied."""
         begin, end = self._bounds(index)
-        copy = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        data: Any = copy.numpy()
-        if self._handle is None:
-            data[:] = np.frombuffer(self.buffer[begin:end], dtype=np.uint8)
-        else:  # of a file that was cut short less, which the checksum tells
-            while begin < end and (n := os.preadv(self._handle, [data[begin - end :]], begin)):
-                begin += n
+        data = self.buffer[begin:end]
+        if not isinstance(self.buffer, _File):
+            data = np.array(data)
         if _sum(data) != self._table[_SUM * index : _SUM * (index + 1)]:
             raise IntegrityError(f"section {index} was changed: its checksum does not match")
-        return copy
+        return torch.from_numpy(data)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors that lie wholly in a section, checked, by name."""
@@ -257,8 +275,8 @@ class Container:
 
     def to_bytes(self) -> bytes:
         """Return the whole as bytes."""
-        return bytes(self.buffer)
+        return bytes(self.buffer[:])
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all; see `write_atomic`."""
-        write_atomic(path, self.buffer)
+        write_atomic(path, self.buffer[:])

@@ -20,7 +20,7 @@ def select_rows(state: LayerState, rows: Sequence[int]) -> LayerState:
         return state
     batch = state.streams[0].tail.shape[0]
     if not rows or any(type(row) is not int or not 0 <= row < batch for row in rows):
-        raise GeometryError(f"rows should be some of 0 … {batch - 1}, not {list(rows)!r}")
+        raise GeometryError(f"rows should be some of 0 ... {batch - 1}, not {list(rows)!r}")
     index = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
 
     def pick(x: Tensor) -> Tensor:

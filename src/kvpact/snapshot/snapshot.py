@@ -120,7 +120,7 @@ class Snapshot:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Snapshot:
-        """Map a file and read its header alone; tensors are read and checked when used.
+        """Open a file and read its header alone; tensors are read and checked when used.
 
         Raises
         ------
@@ -230,6 +230,10 @@ class Snapshot:
             f"nbytes={self.nbytes})"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the bytes, which are checked when they are read."""
+        return Snapshot.from_bytes, (self.to_bytes(),)
+
     def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
         """Return a layer's state; only its own bytes are read, and checked.
 
@@ -247,7 +251,7 @@ class Snapshot:
         """
         m = self.manifest
         if not 0 <= index < len(m.layers):
-            raise GeometryError(f"layer {index!r} is not one of 0 … {len(m.layers) - 1}")
+            raise GeometryError(f"layer {index!r} is not one of 0 ... {len(m.layers) - 1}")
         entry = m.layers[index]
         if entry.streams is None:
             return LayerState(entry.spec, None, None)

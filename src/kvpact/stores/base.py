@@ -189,7 +189,7 @@ def check_key(key: Key) -> str:
     """Return a key as the string under which it is stored. Raises `StoreKeyError`."""
     name = bytes(key).hex() if isinstance(key, bytes | bytearray) else key
     if not isinstance(name, str) or not is_key(name):
-        shown = repr(key) if len(repr(key)) < 80 else f"{repr(key)[:80]}…"
+        shown = repr(key) if len(repr(key)) < 80 else f"{repr(key)[:80]}..."
         raise StoreKeyError(
             f"{shown} is no key: 1 to 100 bytes, or 1 to 200 of the characters A-Z a-z 0-9 _ -"
         )

@@ -89,7 +89,7 @@ class DirectoryStore(RecordStore):
             self._prepare(create)
 
     def __repr__(self) -> str:
-        return f"DirectoryStore({str(self.path)!r})"
+        return f"DirectoryStore({str(self.path)!a})"
 
     def _prepare(self, create: bool) -> None:
         marker = self.path / _MARKER

@@ -65,8 +65,8 @@ class FsspecStore(RecordStore):
         # Credentials may stand between :// and @, and behind the ? of a signed URL.
         scheme, _, rest = self._url.partition("://")
         rest, _, query = rest.partition("?")
-        rest = "…" if "@" in query else rest.rpartition("@")[2]  # …: a password with a ? in it
-        return f"FsspecStore({scheme + '://' + rest!r})"
+        rest = "..." if "@" in query else rest.rpartition("@")[2]  # ...: a password with a ? in it
+        return f"FsspecStore({scheme + '://' + rest!a})"
 
     def _named(self, error: Exception, what: str = "") -> StoreError:
         return StoreError(f"{self!r}: {what}{type(error).__name__}: {_shown(error)}")
@@ -209,7 +209,7 @@ class FsspecStore(RecordStore):
 
 def _shown(error: Exception) -> str:
     """Return an error's text without what URLs in it may hold of credentials."""
-    text = re.sub(r"\?[^\s'\"<>]+", "?…", str(error))
+    text = re.sub(r"\?[^\s'\"<>]+", "?...", str(error))
     return re.sub(r"://[^\s'\"<>/]*@", "://", text)
 
 

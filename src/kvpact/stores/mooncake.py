@@ -135,7 +135,7 @@ class MooncakeStore(RecordStore):
             warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"MooncakeStore({str(self._options.master)!r})"
+        return f"MooncakeStore({str(self._options.master)!a})"
 
     def _joined(self) -> MooncakeClient:
         """Return a client of the cluster; start one where there is none or it has ended."""

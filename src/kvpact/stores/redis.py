@@ -136,7 +136,7 @@ class RedisStore(RecordStore):
             raise StoreError(_WRONG_URL) from None
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._where!r})"
+        return f"RedisStore({self._where!a})"
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -234,6 +234,6 @@ def _check_url(url: str) -> None:
         raise StoreError(_WRONG_URL)
     if any(name.startswith(("ssl_", "socket_")) for name in names):
         raise StoreError(
-            "the redis URL has an option ssl_… or socket_…; give ca_certs=, certfile=, keyfile= "
-            "and timeout= instead, certificates are always checked"
+            "the redis URL has an option ssl_... or socket_...; give ca_certs=, certfile=, "
+            "keyfile= and timeout= instead, certificates are always checked"
         )

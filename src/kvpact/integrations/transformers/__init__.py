@@ -39,3 +39,5 @@ __all__ = [
     "pressed",
     "register_attention",
 ]
+
+register_attention()  # so that attn_implementation="kvpact" can be named before a cache is made

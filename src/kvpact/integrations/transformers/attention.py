@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -138,7 +139,11 @@ def attention_forward(
         if origin.total == origin.k.shape[2]:  # the first ones
             origin.tell_of_bias(module)
         config = call_config(origin, attention_mask, scaling, is_causal, kwargs)
-        output = tokens.attend(query, config)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function("kvpact::attend"):
+                output = tokens.attend(query, config)
+        else:
+            output = tokens.attend(query, config)
     else:
         config = _config(attention_mask, scaling, is_causal, kwargs)
         output = attend_exact(key, value, query, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,7 +23,15 @@ from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.evict import Evicting
-from kvpact.integrations.transformers.facts import ENTRIES, INDEXED, SLIDING, layer_facts
+from kvpact.integrations.transformers.facts import (
+    CROSS,
+    ENTRIES,
+    INDEXED,
+    SLIDING,
+    check_heads,
+    layer_facts,
+)
+from kvpact.integrations.transformers.fallback import FallbackWarning
 from kvpact.integrations.transformers.gaps import gaps_of
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
@@ -33,11 +43,20 @@ from kvpact.integrations.transformers.made_keys import (
 )
 from kvpact.integrations.transformers.offsets import offsets_of
 from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
-from kvpact.integrations.transformers.records import checked, restore_records, saved
+from kvpact.integrations.transformers.records import (
+    CrossAttentionLayer,
+    checked,
+    restore_records,
+    saved,
+)
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.integrations.transformers.told import BEFORE, PLAIN
-from kvpact.integrations.transformers.versions import LAYER_CLASSES, PreTrainedConfig
+from kvpact.integrations.transformers.versions import (
+    LAYER_CLASSES,
+    PreTrainedConfig,
+    drops_cache_at,
+)
 from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
@@ -186,8 +205,32 @@ class CompressedCache(Evicting):
                 layers.append(CompressedSlidingLayer(rings, next(ring), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
-                layers.append(LAYER_CLASSES[kind](**more))
+                plain = CrossAttentionLayer if kind == CROSS else LAYER_CLASSES[kind]
+                layers.append(plain(**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
+        self._dropped_at = drops_cache_at(decoder)
+
+    def __bool__(self) -> bool:
+        """Whether there is a cache to be used, or dropped: Phi-3's `generate` asks that.
+
+        Where its rotation switches factors, it goes on without a cache that holds fewer tokens. An
+        empty one is none to drop; of another one this says that it will be.
+        """
+        if self._dropped_at is None:
+            return True
+        held, caller = self.get_seq_length(), sys._getframe(1)
+        if 0 < held <= self._dropped_at and caller.f_code.co_name.startswith("prepare_inputs"):
+            ids = caller.f_locals.get("input_ids")
+            if ids is not None and ids.shape[1] > self._dropped_at:
+                warnings.warn(
+                    f"this model's rotation switches factors behind {self._dropped_at:,} tokens: "
+                    f"`generate` drops the compressed cache with its {held:,} tokens and goes on "
+                    "with an exact one. Call generate anew with all tokens and a new cache, which "
+                    "is kept",
+                    FallbackWarning,
+                    stacklevel=2,
+                )
+        return held > 0
 
     @property
     def max_cache_len(self) -> int:
@@ -253,6 +296,7 @@ class CompressedCache(Evicting):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        check_heads(shared.config, geometry)
         tokens = snapshot.tokens
         gaps, records = gaps_of(snapshot.records(), tokens)
         kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))

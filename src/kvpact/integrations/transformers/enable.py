@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,6 +19,7 @@ from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.served import Served, watch_calls, watch_no_calls
 from kvpact.integrations.transformers.versions import (
     CACHE,
     CACHE_NAMES,
@@ -33,13 +34,14 @@ PREPARE = "_prepare_cache_for_generation"
 _NO_MATTER = (None, "hybrid")
 """Values of a model's own ``cache_implementation`` without effect."""
 _BATCHING = "init_continuous_batching"
+_STATE = "__getstate__"
 _lock = threading.Lock()
 
 
 class _Hook:
     """Stands in a model's own attributes before a method of its class, until it is removed.
 
-    A copy of the model has a copy of it; a pickled model has the method, and needs no kvpact.
+    A copy of the model has a copy of it; a pickled model has none (`_State`), and needs no kvpact.
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
@@ -76,11 +78,38 @@ class _Hook:
         other = memo[id(self)] = object.__new__(type(self))
         # The options are shared: a calibration is as large as a cache.
         changed = {"_model": ref(deepcopy(self.model, memo)), "own": deepcopy(self.own, memo)}
+        if isinstance(self, _CacheMaker):
+            changed["served"] = Served()
         vars(other).update(vars(self) | changed)
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.model, self.name)
+
+
+class _State(dict[str, Any]):
+    """What an enabled model holds, for whoever copies it; pickled, it is without hooks."""
+
+    def __init__(self, hook: _Hook) -> None:
+        super().__init__(hook.method())
+        self._hook = self.pop(_STATE)  # a shallow copy is another model, of which it knows nothing
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return deepcopy({**self, _STATE: self._hook}, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = {k: x.own if isinstance(x, _Hook) else x for k, x in self.items()}
+        own = {k: x for k, x in own.items() if x is not None or self[k] is None}
+        own |= {k: copy(x) for k, x in own.items() if k.startswith("_forward_pre_hooks")}
+        watch_no_calls(own)
+        return dict, (), None, None, iter(own.items())
+
+
+class _StateMaker(_Hook):
+    """Gives the state of a model that is copied or pickled."""
+
+    def __call__(self) -> _State:
+        return _State(self)
 
 
 class _NoBatching(_Hook):
@@ -98,7 +127,7 @@ class _CacheMaker(_Hook):
 
     def __init__(self, model: PreTrainedModel, spec: SpecLike, options: dict[str, Any]) -> None:
         super().__init__(model, PREPARE)
-        self.spec, self.given = spec, options
+        self.spec, self.given, self.served = spec, options, Served()
         known = options.get("calibration")
         if known is not None and not isinstance(known, Calibration):
             known = Calibration.load(known)
@@ -170,6 +199,7 @@ class _CacheMaker(_Hook):
         if isinstance(given := options.get("key_offsets"), Mapping):
             options["key_offsets"] = {x: given[x] for x in given if x < count}
         cache = CompressedCache(self.model, recipe, **options)
+        self.served.watch(cache)
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 
 
@@ -187,6 +217,17 @@ class Enabled(AbstractContextManager["Enabled"]):
         state = f"with {hook.spec}" if isinstance(hook, _CacheMaker) else "no longer enabled"
         return f"<{type(self).__name__}: {type(self.model).__name__}, {state}>"
 
+    def stats(self) -> dict[str, Any]:
+        """Return what the model's calls of `generate` have taken since it was enabled.
+
+        Returns ``calls``; and of the caches of all calls that are over: ``tokens`` in all rows
+        together, ``most_bytes`` that one of them held in the end, ``backends`` that computed, and
+        ``fallbacks``, ``operation: backend`` -> why no better backend. A call is over when its
+        cache is let go. All are zero where the model is no longer enabled.
+        """
+        hook = vars(self.model).get(PREPARE)
+        return (hook.served if isinstance(hook, _CacheMaker) else Served()).stats()
+
     def __exit__(self, *error: object) -> None:
         if self.changed:
             disable(self.model)
@@ -201,7 +242,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     passed. ``generate(…, return_dict_in_generate=True).cache`` is the cache, with its
     `stats`. A loop that calls the model itself passes a cache itself.
 
-    Two attributes of this one model are set, nothing of its class or of transformers; `disable`
+    Attributes of this one model are set, nothing of its class or of transformers; `disable`
     removes them. A ``deepcopy`` of the model is enabled, too. What `save_pretrained` or pickle
     write is the model without them.
 
@@ -244,7 +285,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     if options.get("check") == "deferred":
         raise EnableError(
             "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "
-            f"{CACHE}=CompressedCache(model, …, check='deferred') and call its verify()"
+            f"{CACHE}=CompressedCache(model, ..., check='deferred') and call its verify()"
         )
     maker = _CacheMaker(model, spec, options)
     with _lock:
@@ -258,6 +299,8 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
                 )
             return Enabled(model, changed=False)
         maker.install()
+        _StateMaker(model, _STATE).install()
+        watch_calls(model)
         if hasattr(type(model), _BATCHING):
             _NoBatching(model, _BATCHING).install()
     return Enabled(model, changed=True)
@@ -276,6 +319,7 @@ def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -
     for hook in [x for x in vars(model).values() if isinstance(x, _Hook)]:
         if keep is None or hook._model() is not keep:
             hook.remove(model)
+            watch_no_calls(vars(model))
 
 
 def check_servable(model: Any) -> None:
@@ -295,7 +339,7 @@ def check_servable(model: Any) -> None:
     if not {"generation_config", "model_kwargs"} <= set(prepare.parameters):
         raise EnableError(
             f"{name} makes its cache in a way of its own, which kvpact can't replace: pass "
-            f"{CACHE}=CompressedCache(model, …) where it takes one"
+            f"{CACHE}=CompressedCache(model, ...) where it takes one"
         )
     if not _prepares(kind):
         parts = [

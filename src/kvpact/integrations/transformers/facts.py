@@ -8,7 +8,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
-from kvpact.errors import KVPactError
+import torch.distributed as dist
+
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.versions import (
     KEEPS_LATENTS,
     LAYER_CLASSES,
@@ -25,6 +28,8 @@ ENTRIES = frozenset({"compressed_sparse_attention", "heavily_compressed_attentio
 COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED, *ENTRIES})
 """Types of layers whose K and V, or entries, are compressed."""
 SLIDING = "sliding_attention"
+CROSS = "cross_attention"
+"""The type of layers that attend to an image alone; transformers has none for them."""
 _MASKED = {*COMPRESSED - ENTRIES, "sliding_attention", "chunked_attention", "hybrid_sliding"}
 _STATES = {"linear_attention", "conv", "dummy"}
 _MEANINGS = {
@@ -34,6 +39,7 @@ _MEANINGS = {
     "conv": "a state of fixed size",
     "hybrid_sliding": "the last tokens and a state",
     "dummy": "nothing",
+    CROSS: "an image alone",
 }
 
 
@@ -63,6 +69,29 @@ class LayerFacts(NamedTuple):
         return found
 
 
+def check_heads(config: Any, geometry: CacheGeometry) -> None:
+    """Raise `GeometryError` where a config tells of other KV heads or wider keys than these.
+
+    A process of several (tensor parallelism) may hold its part of the heads.
+    """
+    facts = layer_facts(config)
+    by_layer = zip(configs_by_layer(config), facts.types, strict=False)
+    layers = [] if facts.latent_widths else [x for x, kind in by_layer if kind == "full_attention"]
+    told = [
+        {getattr(x, name, None) for x in layers} for name in ("num_key_value_heads", "head_dim")
+    ]
+    heads, widths = ({x for x in known if type(x) is int} for known in told)
+    if dist.is_available() and dist.is_initialized():
+        heads |= {count // dist.get_world_size() for count in heads}
+    given = geometry.num_kv_heads, geometry.head_dim
+    if (heads and given[0] not in heads) or (widths and given[1] not in {0, *widths}):
+        raise GeometryError(
+            f"the snapshot has {given[0]} KV heads of width {given[1]}, the model's config "
+            f"num_key_value_heads {sorted(heads)} and head_dim {sorted(widths)}: it is of another "
+            "model"
+        )
+
+
 _known: dict[int, tuple[ref[Any], dict[str, Any], LayerFacts]] = {}
 
 
@@ -85,6 +114,8 @@ def layer_facts(config: Any) -> LayerFacts:
     widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
     latent = frozenset(width for width in widths if width and KEEPS_LATENTS)
+    for layer in getattr(config, "cross_attention_layers", None) or ():
+        types[layer] = CROSS
     facts = LayerFacts(tuple(types), tuple(options), latent, sparse, layers_read_again(config))
     key, everyone = id(config), _known  # a module's names are None when an interpreter ends
     _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts

@@ -36,7 +36,7 @@ def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
     if isinstance(model, str | PathLike) and hasattr(spec, "config"):
         line = f"{maker}(model, {str(model)!r})"
     elif isinstance(model, str | PathLike | tuple):
-        name = "…" if isinstance(model, tuple) else repr(str(model))
+        name = "..." if isinstance(model, tuple) else repr(str(model))
         line = f"model, tokenizer = kvpact.load_model({name}); {maker}(model)"
     else:
         name = "pipe.model" if hasattr(model, "model") else "model"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.fallback import say_once
@@ -63,7 +65,9 @@ class KVHandle(Tensor):
 
     def materialize(self) -> Tensor:
         """Return the decompressed tensor."""
-        whole: Tensor = self.pending.part(self.side)
+        shown = profiler._is_profiler_enabled
+        with profiler.record_function("kvpact::decompress") if shown else nullcontext():
+            whole: Tensor = self.pending.part(self.side)
         return whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

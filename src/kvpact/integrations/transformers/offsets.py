@@ -284,8 +284,8 @@ def tell_of_bias(attention: Any) -> None:
             "bias",
             f"keys of this model have a large bias (norm {size:.0f}), which costs precision below "
             "8 bits. Give the model in the place of its config, CompressedCache(model, spec), or "
-            "PagedKVCache(…, key_offsets=key_offsets(model)), so that the bias is stored apart; "
-            "CompressedCache(…, key_offsets=None) says that it should not be",
+            "PagedKVCache(..., key_offsets=key_offsets(model)), so that the bias is stored apart; "
+            "CompressedCache(..., key_offsets=None) says that it should not be",
         )
 
 

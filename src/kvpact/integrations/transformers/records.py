@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import versions
@@ -28,7 +29,8 @@ from kvpact.snapshot import RecordState
 class Attribute(NamedTuple):
     """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes.
 
-    A stream may be packed: then it is held as parts, and as a whole it is made of them.
+    A stream may be packed: then it is held as parts, and as a whole it is made of them. What is
+    ``fixed`` stands for no token, but for an image.
     """
 
     name: str
@@ -43,6 +45,7 @@ _ENTRIES = (_RINGS[0], Attribute("buffer_kv", "state"), Attribute("buffer_gate",
 _OVERLAPS = Attribute("overlap_kv", "state"), Attribute("overlap_gate", "state")
 _INDEX = tuple(Attribute(f"index_{part}", "part") for part in ("codes", "scale", "tail"))
 RECORDS: dict[str, tuple[Attribute, ...]] = {
+    "CrossAttentionLayer": (Attribute("keys", "fixed"), Attribute("values", "fixed")),
     "DynamicSlidingWindowLayer": _RINGS,
     "LinearAttentionLayer": _STATES,
     "LinearAttentionAndSlidingWindowAttentionLayer": (*_RINGS, *_STATES),
@@ -62,6 +65,13 @@ RECORDS: dict[str, tuple[Attribute, ...]] = {
     ),
     "DummyLayer": (),
 }
+
+
+class CrossAttentionLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """K and V of images, in a cache whose other layers hold those of tokens."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Keep the images, which stand for no token at the end."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,11 @@ def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
             for state, tensor in parts
             if tensor is not None and tensor.numel()
         ]
+    if whole and found and isinstance(layer, CrossAttentionLayer):
+        raise KVPactError(
+            "prefixes are named by token ids, which do not tell the images that this model has "
+            "seen: take snapshot(), or store the prefixes of texts alone"
+        )
     return found
 
 
@@ -137,6 +152,8 @@ def check_removable(layers: Sequence[Any], count: int) -> None:
     """Raise `KVPactError` unless all layers can forget their last `count` tokens."""
     for layer in layers:
         recording, why = getattr(layer, "record_past", False), ""
+        if isinstance(layer, CrossAttentionLayer):
+            continue
         packed = isinstance(layer, CompressedSlidingLayer)
         kinds = set() if packed else {record.attribute.name for record in records_of(layer)}
         if isinstance(layer, EntriesLayer) and layer.cumulative_length:
@@ -237,7 +254,7 @@ def checked(
         fits = name in known and record.rows == known[name].rows and record.tokens == tokens
         if fits and known[name].kind == "state":
             fits = state.isdigit() and int(state) < len(getattr(layer, name))
-        elif fits and known[name].kind == "part":
+        elif fits and known[name].kind in ("part", "fixed"):
             fits = not state
         elif fits:
             axis, shape = known[name].tokens, record.tensor.shape
@@ -253,7 +270,7 @@ def checked(
     if indexed and not {x.name for x in records} & {"index_tail", "indexer_keys"}:
         raise GeometryError("the snapshot has no index, by which layers choose their tokens")
     for index, layer in layers.items():
-        names = {x.name for x in attributes_of(layer)}
+        names = {x.name for x in attributes_of(layer) if x.kind != "fixed"}
         held = found.get(index, set())
         lacks = {x for x in names if x in ("keys", "values")} - held
         lacks |= {"states"} if "conv_states" in names and not held - {"keys", "values"} else set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
-from inspect import signature
+from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,6 +153,19 @@ def modeling_module(config: Any) -> str:
 def _is_own(found: Any, config: Any) -> bool:
     """Whether a class of caches is a model's own."""
     return isinstance(found, type) and found.__module__ == modeling_module(config)
+
+
+def drops_cache_at(config: Any) -> int | None:
+    """Return the tokens beyond which a model's `generate` drops a cache that holds fewer.
+
+    Phi-3 and those like it do where their rotation switches factors (longrope). None elsewhere.
+    """
+    name = "original_max_position_embeddings"
+    limit = getattr(config, name, None)
+    code = vars(import_module(modeling_module(config))) if isinstance(limit, int) else {}
+    found = [vars(x).get("prepare_inputs_for_generation") for x in code.values() if type(x) is type]
+    codes = [getattr(unwrap(x), "__code__", None) for x in found if x is not None]
+    return limit if any(name in x.co_names for x in codes if x is not None) else None
 
 
 def has_encoder(kind: type) -> bool:

@@ -1,0 +1,92 @@
+"""What an enabled model serves: figures of its calls, and a word on others."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import nn
+from transformers import Cache
+
+from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.fallback import FallbackWarning
+from kvpact.integrations.transformers.versions import CACHE, given_cache
+
+
+class Served:
+    """Figures of the caches made for a model; what a cache held is added when it is let go."""
+
+    def __init__(self) -> None:
+        # A cache may be freed by the garbage collector within these very functions.
+        self._lock = threading.RLock()
+        self._calls = self._tokens = self._most = 0
+        self._backends: set[str] = set()
+        self._fallbacks: dict[str, str] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Served:
+        return Served()
+
+    def watch(self, cache: CompressedCache) -> None:
+        """Count a call, and in the end what its cache held."""
+        with self._lock:
+            self._calls += 1
+        held = object.__new__(type(cache))
+        held.__dict__ = cache.__dict__
+        finalize(cache, self._add, held).atexit = False
+
+    def _add(self, cache: CompressedCache) -> None:
+        told, compute = cache._summary(), cache._shared.compute
+        with self._lock:
+            self._tokens += told.rows * told.tokens
+            self._most = max(self._most, told.nbytes)
+            if compute is not None and told.tokens:
+                self._backends.update(compute.name.split(", "))
+                self._fallbacks |= compute.stats()["reasons"]
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures; see `Enabled.stats`."""
+        with self._lock:
+            return {
+                "calls": self._calls,
+                "tokens": self._tokens,
+                "most_bytes": self._most,
+                "backends": sorted(self._backends),
+                "fallbacks": dict(self._fallbacks),
+            }
+
+
+def watch_calls(model: nn.Module) -> None:
+    """Let the first call of a model without a cache, outside of `generate`, be told."""
+    model.register_forward_pre_hook(tell_of_exact, with_kwargs=True)
+
+
+def watch_no_calls(state: dict[str, Any]) -> None:
+    """Undo `watch_calls` in a module's own attributes, in place: torch's handles refer to them."""
+    hooks = state["_forward_pre_hooks"]
+    for key in [key for key, hook in hooks.items() if hook is tell_of_exact]:
+        del hooks[key], state["_forward_pre_hooks_with_kwargs"][key]
+
+
+def tell_of_exact(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Warn where a call reads exact K and V, once for a model."""
+    if given_cache(kwargs) is not None or torch.compiler.is_compiling() or model.training:
+        return
+    if kwargs.get("use_cache") is False or any(isinstance(x, Cache) for x in args):
+        return
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate":  # which says itself what it does not serve
+            return
+        frame = frame.f_back
+    watch_no_calls(vars(model))
+    warnings.warn(
+        "a model that is enabled has compressed caches in `generate`; this call was given none, "
+        f"and its logits are those of an exact cache: pass {CACHE}=CompressedCache(model, spec, "
+        "exact_new=False) to score as decoding reads, or use_cache=False if exact is right",
+        FallbackWarning,
+        stacklevel=5,
+    )
