@@ -28,6 +28,8 @@ from kvpact.evaluate import (
     score_tokens,
     write_report,
 )
+from kvpact.evaluate.base import row_name
+from kvpact.evaluate.report import protocol_text
 
 FIELDS = [
     "spec",
@@ -216,11 +218,42 @@ def test_rows_steps_and_bytes_of_real_caches(model, ids):
 
 
 def test_packed_only_attends_to_packed_slots_alone(model, ids):
-    candidates = ["int:bits=3,sinks=0,window=0", Candidate("int:bits=3", packed_only=True)]
+    bare = Candidate("int:bits=3,sinks=0,window=0", exact_new=True)
+    candidates = [bare, Candidate("int:bits=3", packed_only=True)]
     _, bare, packed = evaluate(model, ids, candidates, chunk=64).rows
     assert (packed.sinks, packed.window, packed.packed_only) == (0, 0, True)
     assert packed.bytes == bare.bytes
     assert packed.kl_mean > bare.kl_mean  # new tokens come as stored, too
+
+
+def test_a_spec_without_a_window_is_measured_as_decoding_reads(model, ids):
+    """In chunks it is about as in single steps, not better because its own tokens are exact."""
+    spec, windowed = "int:bits=3,sinks=0,window=0", "int:bits=3"
+    flattered = Candidate(spec, exact_new=True)
+    none, row, exact, other = evaluate(model, ids, [spec, flattered, windowed], chunk=64).rows
+    steps = evaluate(model, ids, [spec, windowed], chunk=1).rows[1:]
+    assert [x.exact_new for x in (none, row, exact, other, *steps)] == [1, 0, 1, 1, 1, 1]
+    assert exact.kl_mean < row.kl_mean / 1.2
+    assert row.kl_mean == pytest.approx(steps[0].kl_mean, rel=0.5) and row.bytes == exact.bytes
+    assert row_name(row) == f"{spec} (new as stored)" and row_name(exact) == spec
+    result = evaluate(model, ids, [spec], chunk=64)
+    assert "(new as stored)" in repr(result) and "new as stored" in protocol_text(
+        result.protocol, result.rows
+    )
+
+
+def test_only_specs_without_any_window_read_a_chunk_as_stored():
+    mixed = {"default": "int:bits=4,window=0", "layers": {"0": "none", "1": "fp8"}}
+    bare = {"default": "int:bits=4,window=0", "layers": {"0": "none"}}
+    found = [
+        Candidate(x, packed_only=only).as_decoded(3, chunk).exact_new
+        for x, only, chunk in (
+            ("none", False, 64), ("fp8", False, 64), (mixed, False, 64), (bare, False, 64),
+            (bare, False, 1), ("fp8", True, 64),
+        )
+    ]  # fmt: skip
+    assert found == [True, True, True, False, True, False]
+    assert Candidate(bare, exact_new=True).as_decoded(3, 64).exact_new
 
 
 def test_packed_only_spec_for_a_recipe():

@@ -30,7 +30,9 @@ def rows():
     model, tokenizer = load_model()
     modes = {
         "shipped": lambda spec: Candidate(spec),
-        "pure": lambda spec: Candidate(parse_spec(spec).with_options(sinks=0, window=0)),
+        "pure": lambda spec: Candidate(
+            parse_spec(spec).with_options(sinks=0, window=0), exact_new=True
+        ),
         "packed only": lambda spec: Candidate(spec, packed_only=True),
     }
     keys = [(spec, mode) for spec in SPECS for mode in modes]

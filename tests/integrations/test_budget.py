@@ -1,5 +1,6 @@
 """`CompressedCache(…, budget=)`: a model's cache that holds no more than it was given."""
 
+import contextlib
 import copy
 
 import pytest
@@ -69,6 +70,35 @@ def test_windows_of_other_layers_are_set_aside(make_model):
     with pytest.raises(BudgetExceeded, match="no room for 64 tokens"):
         small = CompressedCache(model, budget="20kB")
         model(input_ids=IDS[:, :8], **named(small), use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [200, 300, 450])
+def test_long_chunks_run_in_which_the_end_fits(model, size):
+    """What is read behind them afterwards is as good as after pieces of 64."""
+    wanted, means = run(model, DynamicCache(config=model.config), IDS)[:, 850:], []
+    for pieces in (64, size):
+        cache = CompressedCache(model, budget=BYTES)
+        run(model, cache, IDS[:, :850], pieces)
+        both = run(model, cache, IDS[:, 850:], 1).log_softmax(-1), wanted.log_softmax(-1)
+        divergence = torch.nn.functional.kl_div(*both, log_target=True, reduction="none").sum(-1)
+        means.append(float(divergence.mean()))
+    assert means[1] < 1.1 * means[0] < 0.3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_chat_goes_on_turn_by_turn(model, enabled):
+    chat, cache = IDS[:, :0], CompressedCache(model, budget=BYTES)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    with kvpact.enable(model, budget=BYTES) if enabled else contextlib.nullcontext():
+        for start in range(0, 800, 200):
+            chat = torch.cat([chat, IDS[:, start : start + 200]], 1)
+            found = model.generate(chat, **options, **named(cache))
+            chat, cache = found.sequences, cache_of(found)
+            assert cache.memory_usage() <= BYTES
+    assert cache.get_seq_length() == chat.shape[1] - 1 == 4 * 204 - 1
+    assert cache.stats()["budget"]["bits"] < 6
 
 
 def test_what_can_t_go_with_a_budget(model):

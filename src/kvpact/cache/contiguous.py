@@ -20,6 +20,7 @@ from kvpact.cache.checks import (
     refuse_records,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
+from kvpact.cache.descent import go_down
 from kvpact.cache.evict import Evictable
 from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
@@ -122,9 +123,22 @@ class ContiguousCache(Evictable, BatchRows):
             assert self.budget is not None
             schedule = self.budget.schedule(self.geometry, k.shape[0], k.dtype)
             self._schedule = schedule
-        schedule.check_call(held, k.shape[2])
+        schedule.check_length(held + k.shape[2])
         if self._layers[layer].k is None:
-            self._layers[layer].planned = schedule.layers[layer]
+            self._layers[layer].planned = schedule.ladder(layer, held, k.shape[2])
+
+    def _make_room(self, layer: int, k: Tensor, *others: Any) -> None:
+        """Let all layers go down to a call's end where its tokens would not fit on the way."""
+        if self._schedule is None or not isinstance(k, Tensor) or k.dim() != 4:
+            return
+        entry, new = self._layers[layer], k.shape[2]
+        behind = [x for x in self._layers if x.length and x.next_rung < entry.length + new]
+        if behind and self._schedule.crowded(entry.length, new):
+            total = entry.length + new
+            with self.compute.checking(), entry.lock:
+                self._check(layer, k, *others)
+            for one in behind:  # no other lock is held
+                go_down(one, total)
 
     def attend(
         self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -156,6 +170,7 @@ class ContiguousCache(Evictable, BatchRows):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
+        self._make_room(layer, k, v, q, config)
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:
@@ -183,6 +198,7 @@ class ContiguousCache(Evictable, BatchRows):
         config = attend_config(config)
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
+        self._make_room(layer, k, v, q, config)
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:

@@ -3,7 +3,7 @@
 A cache with a budget begins on the first *rung* of a ladder of specs. Where all would not fit any
 more, the K or the V of a layer takes the next rung: what it holds is decompressed and compressed
 again, in the same call. A schedule says at which lengths; it follows from the budget, the cache's
-shape and an order alone, so that the same tokens have the same bytes in whatever pieces they come.
+shape and an order alone, so that the same tokens have the same bytes in one piece as in small ones.
 
 The next one to take a rung is where a byte saved costs least: its *sensitivity* times the rise of
 the distortion of its codes, per byte. A bit less makes the distortion of codes 3.65 times as large
@@ -12,7 +12,8 @@ and of equals those go first that lie farthest from those that have gone, V befo
 
 All layers but one may be a call behind: so the plan leaves room for `AHEAD` tokens that some layers
 have already, and for what K or V of a layer takes while it is compressed again, beside what it held
-before. Longer calls are checked, and refused where they could need more.
+before. Where a longer call could need more, all layers first take the rungs that it ends with, and
+its tokens are encoded by these alone: their bytes are not those of smaller pieces.
 """
 
 from __future__ import annotations
@@ -118,19 +119,16 @@ class Schedule:
                 "rungs of fewer bits"
             )
 
-    def check_call(self, held: int, new: int) -> None:
-        """Raise `BudgetExceeded` if a call could need more bytes while layers are a call apart."""
-        total = held + new
-        self.check_length(total)
-        if new <= AHEAD or (most := self._apart(held, total)) <= self.budget:
-            return
-        pieces = range(new // AHEAD * AHEAD, 0, -AHEAD)
-        fit = next(n for n in pieces if n <= AHEAD or self._apart(held, held + n) <= self.budget)
-        raise BudgetExceeded(
-            f"{new:,} tokens behind {held:,} could take {size_text(most)} until all layers have "
-            f"them, of {size_text(self.budget)}; give {fit} first; pieces of {AHEAD} always "
-            "fit (transformers: prefill_chunk_size)"
-        )
+    def ladder(self, layer: int, held: int, new: int) -> tuple[Change, ...]:
+        """Return the changes of a layer on the way of a call: all of them, or from its end on."""
+        total, changes = held + new, self.layers[layer]
+        if not self.crowded(held, new):
+            return changes
+        return Change(0, self.spec(layer, total)), *(x for x in changes if x.tokens >= total)
+
+    def crowded(self, held: int, new: int) -> bool:
+        """Tell whether a call could need more bytes while layers take its rungs one by one."""
+        return new > AHEAD and self._apart(held, held + new) > self.budget
 
     def _apart(self, held: int, total: int) -> int:
         """Return the most bytes while layers go from `held` to `total` tokens, in any order."""
@@ -147,12 +145,12 @@ class Schedule:
             for tokens, spec in passed:
                 new = spec.value if side else spec.key
                 if new != old:
-                    both = [new] if old is last and (held or old.name == "none") else [old, new]
+                    both = [new] if old is last and old.name == "none" and not held else [old, new]
                     sizes = (self._bytes(self.facts[x, side], tokens) for x in both)
                     once.append(after + self.pieces + sum(sizes))
                     old = new
             after += self._bytes(self.facts[old, side], total)
-        return self.layer_bytes(layer, held) + max(*once, after) if passed else 0
+        return self.layer_bytes(layer, held) + max(*once, after + self.pieces) if passed else 0
 
     def _bytes(self, facts: StreamFacts, tokens: int) -> int:
         return _most(facts, tokens, self.batch, self.heads, self.itemsize)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.cache.codecs import codec_of
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
 from kvpact.cache.prompt import Prompt, alike_key
-from kvpact.cache.rungs import Rungs, climbed, to_learn
+from kvpact.cache.rungs import PIECE, Rungs, climbed, in_pieces, to_learn
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
@@ -71,12 +71,17 @@ class CacheLayer:
     @property
     def until(self) -> float:
         """Tokens up to which steps may be taken that only store them."""
-        held = self._held
-        end: float = held.rungs[1][0] if len(held.rungs) > 1 else inf
+        held, end = self._held, self.next_rung
         if held.ahead is not None:
             first, last = held.ahead.learning  # queries are to be seen
             end = min(end, first) if held.length < last else end
         return end
+
+    @property
+    def next_rung(self) -> float:
+        """Tokens behind which the layer takes another spec."""
+        rungs = self._held.rungs
+        return rungs[1][0] if len(rungs) > 1 else inf
 
     @property
     def k(self) -> Stream | None:
@@ -162,6 +167,11 @@ class CacheLayer:
             pair, given = climbed(rungs[: last + 1], pair, given, also, self.new_stream)
             (k_stream, v_stream), rungs = pair, rungs[last:]
             ahead = None if k_stream.codec.learns_from else ahead
+        if rungs and k_stream.length and given[0].shape[2] > PIECE:
+            self.clean, sizes = False, None
+            k_stream, k_left = in_pieces(k_stream, given[0], padding, seen)
+            v_stream, v_left = in_pieces(v_stream, given[1], padding, None)
+            given = k_left, v_left
         k_size, v_size = (None, None) if sizes is None else sizes[:2]
         k_plan = k_stream.prepare(given[0], padding, seen, k_size)
         v_plan = v_stream.prepare(given[1], padding, None, v_size)

@@ -85,7 +85,21 @@ def _up_to(
 ) -> tuple[Stream, Tensor]:
     """Return a stream with new tokens up to a length, and the tokens that are left."""
     count = length - stream.length
-    return with_tokens(stream, x[:, :, :count], padding, seen), x[:, :, count:]
+    first, rest = in_pieces(stream, x[:, :, :count], padding, seen)
+    return with_tokens(first, rest, padding, seen), x[:, :, count:]
+
+
+def in_pieces(
+    stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None
+) -> tuple[Stream, Tensor]:
+    """Store all but the last new tokens behind others, a few at a time; return what is left.
+
+    An append behind a tail copies its tokens while it encodes them, which have no room at once.
+    """
+    size = PIECE * 4 // stream.memory.tensor.element_size()
+    while stream.length and x.shape[2] > size:
+        stream, x = with_tokens(stream, x[:, :, :size], padding, seen), x[:, :, size:]
+    return stream, x
 
 
 def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor | None) -> Stream:

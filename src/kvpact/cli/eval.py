@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,10 +57,17 @@ def evaluate_command(
         "--packed-only",
         help="Evaluate without sinks and window, and read new tokens as stored (harsher).",
     ),
+    exact_new: bool = typer.Option(
+        False,
+        "--exact-new",
+        help="Let tokens of a chunk read one another exactly without a window, too: less than "
+        "decoding loses.",
+    ),
     ablation: bool = typer.Option(
         False,
         "--ablation",
-        help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
+        help="Evaluate each spec as given, with sinks=0,window=0 and a chunk's own tokens exact, "
+        "and packed only.",
     ),
     calibration: Path | None = options.CALIBRATION,
     sliding: str | None = options.SLIDING,
@@ -82,7 +89,7 @@ def evaluate_command(
     if budget is not None:
         others: dict[str, object] = {"--against": against, "--free-running": free_running_steps}
         others |= {"--tasks": tasks, "--packed-only": packed_only, "--ablation": ablation}
-        others |= {"--calibration": calibration, "--sliding": sliding}
+        others |= {"--calibration": calibration, "--sliding": sliding, "--exact-new": exact_new}
         if used := [name for name, value in others.items() if value]:
             raise InputError(f"{' and '.join(used)} can't go with --budget: leave it out")
     elif not specs:
@@ -90,6 +97,8 @@ def evaluate_command(
     if chunk is None:
         chunk = 256 if budget is None else CHUNK
     candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
+    if exact_new:
+        candidates = [replace(c, exact_new=True) for c in candidates]
     if sliding is not None and against in specs:
         against = f"{against} sliding={sliding}"  # as its row is called
     if against is not None and against not in ("none", *(c.label for c in candidates)):

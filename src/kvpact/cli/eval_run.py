@@ -103,7 +103,8 @@ def candidates_of(
         inputs.candidate_of(spec, sliding)
         if ablation and spec != "none":
             bare = parse_spec(spec).with_options(sinks=0, window=0)
-            candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
+            pure = Candidate(bare, exact_new=True)
+            candidates += [Candidate(spec), pure, Candidate(spec, True)]
         else:
             candidates.append(candidate)
     return [replace(candidate, sliding=sliding) for candidate in candidates]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import PurePath
 
@@ -36,6 +36,9 @@ class Candidate:
         What layers with sliding attention are packed by; they stay exact if omitted.
     budget : str, optional
         What the cache may take (see `CompressedCache`); `source` is what it begins with.
+    exact_new : bool, optional
+        Whether tokens of one chunk attend to one another exactly; `evaluate` lets them read as
+        decoding reads if omitted (`as_decoded`), and elsewhere they do.
     """
 
     source: SpecLike
@@ -43,6 +46,7 @@ class Candidate:
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
     sliding: str | Spec | None = None
     budget: str | None = None
+    exact_new: bool | None = None
 
     @property
     def is_recipe(self) -> bool:
@@ -69,6 +73,18 @@ class Candidate:
         if self.packed_only:
             return [spec.with_options(sinks=0, window=0) for spec in specs]
         return specs
+
+    def as_decoded(self, num_layers: int, chunk: int) -> Candidate:
+        """Return the candidate with `exact_new` as decoding reads, where it says nothing.
+
+        One token at a time reads those before it from slots where no window holds them exactly:
+        there the tokens of a chunk read one another as stored.
+        """
+        specs = self.layers(num_layers)
+        packed = [x for spec in specs for x in (spec.key, spec.value) if x.name != "none"]
+        slots = bool(packed) and not any(method.window for method in packed)
+        exact = not (self.packed_only or (slots and chunk > 1))
+        return replace(self, exact_new=exact) if self.exact_new is None else self
 
     def sliding_spec(self) -> Spec | None:
         """Return the spec of layers with sliding attention as it is evaluated."""
@@ -123,6 +139,9 @@ class EvalRow:
         Bytes of the whole exact cache after the same tokens, those of them that this cache
         compresses, and bytes of this cache that are left to transformers (see `coverage`). This
         cache as a whole has ``bytes + native_bytes``.
+    exact_new : bool
+        Whether tokens of one chunk attended to one another exactly, which is less than decoding
+        loses where there is no window.
     """
 
     spec: str
@@ -148,6 +167,7 @@ class EvalRow:
     exact_bytes: int = 0
     covered_bytes: int = 0
     native_bytes: int = 0
+    exact_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,8 +179,9 @@ class CacheScore:
 
 
 def row_name(row: EvalRow | CacheScore, quote: str = "") -> str:
-    """Return a row's name: its spec, marked where only packed slots were attended to."""
-    return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else "")
+    """Return a row's name: its spec, marked where new tokens were attended to as stored."""
+    stored = " (new as stored)" if isinstance(row, EvalRow) and not row.exact_new else ""
+    return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else stored)
 
 
 @dataclass(frozen=True)

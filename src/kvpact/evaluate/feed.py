@@ -42,7 +42,7 @@ def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool
     return CompressedCache(
         model,
         candidate.spec_for_cache(layers),
-        exact_new=not candidate.packed_only,
+        exact_new=not candidate.packed_only and candidate.exact_new is not False,
         key_offsets="auto" if offsets else None,
         calibration=candidate.calibration,
         sliding=candidate.sliding_spec(),

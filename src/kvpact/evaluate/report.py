@@ -79,7 +79,8 @@ def protocol_text(protocol: EvalProtocol, rows: Sequence[EvalRow]) -> str:
         f"{protocol.model or 'model'} ({protocol.dtype}, {protocol.device}), "
         f"{protocol.tokens} tokens of {protocol.text or 'text'} in chunks of {protocol.chunk}, "
         f"{protocol.scored} scored: teacher-forced, the first chunk left out; a chunk attends to "
-        "itself exactly (packed only: as stored) and to the past as stored; the exact reference "
+        "the past as stored, and to itself exactly, but in rows marked packed only or new as "
+        "stored, as decoding without a window does; the exact reference "
         f"is chunked alike and has perplexity {protocol.reference_perplexity:.4f}."
         + (LEARNING if any(row.fitted for row in rows) else "")
         + "".join(f" {text}" for text in (coverage_text(rows),) if text)

@@ -1,8 +1,9 @@
 """Teacher-forced evaluation: one text, in chunks, through the exact and every candidate cache.
 
 A one-shot prefill never reads what a cache has stored and shows nothing. Here each chunk attends
-to itself exactly and to the past as stored, and the exact reference is chunked alike. All caches
-advance in lockstep, so that the logits of two outputs at most exist at any time.
+to the past as stored, and to itself as decoding does: exactly where a window holds its tokens, else
+as stored (`Candidate.as_decoded`). The exact reference is chunked alike. All caches advance in
+lockstep, so that the logits of two outputs at most exist at any time.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def evaluate(
         entries.insert(0, Candidate("none"))
     feed.check_sizes(len(token_ids), chunk, feed.positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    entries = [entry.as_decoded(layers, chunk) for entry in entries]
     specs = [entry.layers(layers) for entry in entries]
     caches = [feed.cache_of(model, entry, make_cache) for entry in entries]
     reference = DynamicCache(config=model.config)
@@ -196,6 +198,7 @@ def _row(
         layers_native=stats["layers"]["native"],
         **coverage(reference, cache, specs),
         fitted=any(learns(spec) for spec in specs),
+        exact_new=entry.exact_new is not False,
     )
 
 
