@@ -18,7 +18,7 @@ def attention_arguments():
     found = defaultdict(set)
     for path in sorted(_MODELS.glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
-        if _INTERFACES in text and CACHE in text:
+        if _INTERFACES in text and f"{CACHE}.update(" in text:
             for name in _passed(ast.parse(text)):
                 found[name].add(path.parent.name)
     return dict(found)

@@ -137,12 +137,6 @@ def test_handles_can_be_read_after_attention(llama):
     assert not torch.equal((handle + 0)[:, :, :10], k)
 
 
-def test_training_is_refused(llama, prompt):
-    llama.train()
-    with pytest.raises(KVPactError, match=r"model\.eval"):
-        llama(**prompt, **named(CompressedCache(llama.config, "int:bits=8")))
-
-
 def test_exact_tokens_are_let_go_once_they_are_stored(llama):
     """After a forward nothing but the cache's own tensors is alive, and `stats` counts those."""
     ids = torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(1))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_arguments import attention_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_configs import INDEXED, interrupted, run
@@ -17,7 +16,6 @@ from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.transformers import (
     CompressedCache,
-    attention,
     prefix_cache,
     register_attention,
 )
@@ -152,26 +150,6 @@ def test_an_index_that_is_out_of_step_is_refused(ids):
         run(model, cache, [ids[:, 40:43]])
     cache.reset()
     run(model, cache, [ids[:, :40]])
-
-
-OF_ATTENTION = {"scaling", "dropout", "is_causal", "attention_mask", "query", "key", "value"}
-REFUSED = {"sinks"} | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "kq"}
-NEVER = {f"decoder_{x}" for x in ("attention_mask", "input_ids", "inputs_embeds", "position_ids")}
-NEVER |= {"encoder_outputs", "grid_thw", "reverse"}
-"""The walk takes one of two classes in a variable for the other: these have a taker on the way."""
-
-
-@pytest.mark.slow
-def test_every_argument_that_models_pass_to_attention_is_classified():
-    known = attention.HONOURED | attention.HARMLESS
-    assert not known & (REFUSED | NEVER)
-    found = attention_arguments()
-    unknown = {x: sorted(found[x]) for x in found.keys() - known - OF_ATTENTION - REFUSED - NEVER}
-    assert not unknown, "read what these say, and add them to HONOURED, HARMLESS or REFUSED"
-    # The walk sees what it is to see.
-    assert {"indices", "block_indices", "s_aux", "position_ids", "use_cache"} <= found.keys()
-    assert "minimax_m3_vl" in found["block_indices"]
-    assert len(found["position_ids"]) > 100
 
 
 @pytest.fixture

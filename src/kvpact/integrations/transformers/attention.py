@@ -10,12 +10,13 @@ import sys
 import threading
 import weakref
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -48,29 +49,8 @@ HONOURED = frozenset(
     }
 )
 """Arguments by name that are taken into account, besides those of `attention_forward`."""
-HARMLESS = frozenset(
-    {
-        "cache_params",
-        "cache_position",
-        "deterministic",
-        "encoder_hidden_states",
-        "input_ids",
-        "inputs_embeds",
-        "logits_to_keep",
-        "mm_token_type_ids",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_embeddings",
-        "return_dict",
-        "token_type_ids",
-        "use_cache",
-    }
-)
-"""Arguments by name that models hand down and that change nothing of attention."""
-_KNOWN = HONOURED | HARMLESS
+OF_EAGER = frozenset({"sinks"})
+"""Arguments that models honour which have no ``sdpa``, and are not taken into account."""
 
 
 def register_attention() -> None:
@@ -94,76 +74,97 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' interface asks for it; the weights never exist.
 
-    Raises `KVPactError` in training, and for an argument that is not known to be honoured.
+    Raises `KVPactError` for what differs over compressed K and V; those then hold no new token.
     """
-    if not kwargs.keys() <= _KNOWN:
-        _refuse_others(kwargs)
     tokens = fresh = None
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
     else:
         meet_class(module)
         fresh = read_before_stored(key)
-    compressed, seen = tokens is not None or fresh is not None, attention_mask
-    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
-        check_index()
-        attention_mask = chosen(module, seen, query.shape[2], key.shape[2], kwargs)
-    if compressed and module.training:
-        raise KVPactError("a compressed cache is for inference; call model.eval() first")
-    if fresh is not None and fresh.whole and fresh.total == query.shape[2]:  # the first ones
-        fresh.tell_of_bias(module)
-        if needs_own(kwargs):
-            fresh.shared.may_wait, tokens = False, fresh
-    if fresh is not None and tokens is None:
-        padding = _own_padding(fresh, seen)
-        if padding is not None or not fresh.whole:
-            fresh.store(padding)
-    last = attention_mask is None and 1 < query.shape[2] < key.shape[2]
-    # Layers that share K and V may leave out queries, and `sdpa` takes those left for the first.
-    last = last and getattr(module, "is_kv_shared_layer", False)
-    if tokens is None and not last and not needs_own(kwargs):
-        output: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )[0]
-        return (_without_gradient(query, output) if compressed else output), None
-    if kwargs.get("output_attentions"):
-        say_once(
-            "output_attentions",
-            "attention weights never exist with a compressed cache; None is returned for them",
-        )
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if tokens is not None:
-        origin = tokens if isinstance(tokens, NewTokens) else tokens.origin
-        origin.shared.heap.until(kwargs.get("position_ids"))
-        if origin.total == origin.k.shape[2]:  # the first ones
-            origin.tell_of_bias(module)
-        config = call_config(origin, attention_mask, scaling, is_causal, kwargs)
-        if profiler._is_profiler_enabled:
-            with profiler.record_function("kvpact::attend"):
+    compressed, seen, new = tokens is not None or fresh is not None, attention_mask, query.shape[2]
+    try:
+        if not _REFUSED.isdisjoint(kwargs):
+            _refuse_others(kwargs, compressed)
+        if compressed and dropout and module.training:
+            raise KVPactError(
+                "attention over a compressed cache has no dropout: call model.eval(), or set the "
+                f"dropout of attention, {dropout}, to 0"
+            )
+        if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+            check_index()
+            attention_mask = chosen(module, seen, new, key.shape[2], kwargs)
+        if fresh is not None and fresh.whole and fresh.total == new:  # the first ones
+            fresh.tell_of_bias(module)
+            if needs_own(kwargs):
+                fresh.shared.may_wait, tokens = False, fresh
+        if fresh is not None and tokens is None:
+            padding = _own_padding(fresh, seen)
+            if padding is not None or not fresh.whole:
+                fresh.store(padding)
+        last = attention_mask is None and 1 < new < key.shape[2]
+        # Layers that share K and V may leave out queries, and `sdpa` takes those left for the
+        # first.
+        last = last and getattr(module, "is_kv_shared_layer", False)
+        if tokens is None and not last and not needs_own(kwargs):
+            output: Tensor = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+            )[0]
+            return (_without_gradient(query, output) if compressed else output), None
+        if kwargs.get("output_attentions"):
+            say_once(
+                "output_attentions",
+                "attention weights never exist with a compressed cache; None is returned for them",
+            )
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if tokens is not None:
+            origin = tokens if isinstance(tokens, NewTokens) else tokens.origin
+            origin.shared.heap.until(kwargs.get("position_ids"))
+            if origin.total == origin.k.shape[2]:  # the first ones
+                origin.tell_of_bias(module)
+            config = call_config(origin, attention_mask, scaling, is_causal, kwargs)
+            if profiler._is_profiler_enabled:
+                with profiler.record_function("kvpact::attend"):
+                    output = tokens.attend(query, config)
+            else:
                 output = tokens.attend(query, config)
         else:
-            output = tokens.attend(query, config)
-    else:
-        config = _config(attention_mask, scaling, is_causal, kwargs)
-        output = attend_exact(key, value, query, config)
+            config = _config(attention_mask, scaling, is_causal, kwargs)
+            output = attend_exact(key, value, query, config)
+    except BaseException:
+        if compressed:
+            _drop(tokens or fresh, new)
+        raise
     if query.requires_grad and compressed:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _refuse_others(kwargs: dict[str, Any]) -> None:
+def _refuse_others(kwargs: dict[str, Any], compressed: bool) -> None:
     """Raise if an argument says something about attention that would be ignored."""
-    if kwargs.get("cache") is not None:
+    if CACHE != "cache" and isinstance(kwargs.get("cache"), Cache):
         raise KVPactError(f"this transformers calls a cache {CACHE}: pass {CACHE}=cache")
-    others = kwargs.keys() - _KNOWN
-    given = [name for name in others if kwargs[name] is not None and kwargs[name] is not False]
+    names = _OF_SDPA | OF_EAGER if compressed else OF_EAGER
+    given = [name for name in sorted(names) if kwargs.get(name) is not None]
     if given:
         raise KVPactError(
-            f"this model passes {', '.join(map(repr, sorted(given)))} to attention, which "
-            "'kvpact' does not honour: call model.set_attn_implementation('sdpa'), and make "
-            "caches with CompressedCache(model, spec, attention='keep')"
+            f"this model passes {', '.join(map(repr, given))} to attention, which 'kvpact' does "
+            "not honour: call model.set_attn_implementation('sdpa'), and make caches with "
+            "CompressedCache(model, spec, attention='keep')"
         )
+
+
+_OF_SDPA = signature(sdpa_attention_forward).parameters.keys() - HONOURED
+_OF_SDPA -= signature(attention_forward).parameters.keys()
+"""Arguments of a later ``sdpa``: of others than its own it takes no notice, and nor does this."""
+_REFUSED = _OF_SDPA | OF_EAGER | ({"cache"} - {CACHE})
+
+
+def _drop(tokens: Any, new: int) -> None:
+    """Forget the last `new` tokens where they wait: the call of the model ends with an error."""
+    origin = tokens if isinstance(tokens, NewTokens) else tokens.origin
+    origin.cut(origin.total - new)
 
 
 def _config(
