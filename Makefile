@@ -203,7 +203,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@echo "making $(VENV) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and what kvpact needs, compiling its native library beside it …"
-	@$(PIP) install --no-deps -e . -C cmake.define.KVPACT_LEVELS=$(LEVELS) & \
+	@$(PIP) install --no-deps -e . -C cmake.define.KVP_LEVELS=$(LEVELS) & \
 		$(PIP) install -c constraints.txt torch && \
 		$(PY) tools/extras.py cli transformers eval >$(VENV)/needs.txt && \
 		$(PIP) install -c constraints.txt -r $(VENV)/needs.txt && wait $$!
@@ -225,7 +225,7 @@ $(BUILT): $(NATIVE) | $(READY)
 $(ALL): $(NATIVE) | $(DEV)
 	@test -f $@ && test -z "$$(find $(NATIVE) -newer $@)" || { \
 		echo "compiling the native library for every instruction set …"; \
-		$(PIP) install --no-deps -e . -C cmake.define.KVPACT_LEVELS=all; }
+		$(PIP) install --no-deps -e . -C cmake.define.KVP_LEVELS=all; }
 	@touch $@ $(BUILT)
 
 $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(NATIVE)

@@ -110,7 +110,7 @@ def _load() -> NativeLibrary | str:
         return (
             f"{path.name} has none of the instruction sets of this processor that KVPACT_SIMD "
             "allows: it was compiled for another one alone. Install kvpact again, with all of them "
-            "by pip install -e . -C cmake.define.KVPACT_LEVELS=all"
+            "by pip install -e . -C cmake.define.KVP_LEVELS=all"
         )
     try:
         return NativeLibrary(path, levels)
