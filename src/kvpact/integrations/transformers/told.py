@@ -57,7 +57,11 @@ class Told:
             self._rows = rows
         rows, self.seen = self._rows[:, first:end], end
         rows[0] = _UNKNOWN if ids is None else ids.reshape(-1)
-        rows[1] = torch.arange(first, end, device=device) if places is None else places.reshape(-1)
+        rows[1] = (
+            torch.arange(first, end, dtype=torch.int64, device=device)
+            if places is None
+            else places.reshape(-1)
+        )
         rows[2] = reason
 
     def call(self, held: int, given: dict[str, Any], named: list[str]) -> None:
@@ -91,7 +95,7 @@ class Told:
     def odd(self, held: int) -> bool:
         """Whether K and V of some of the first tokens depend on more than ids."""
         rows = self._rows[:, : min(held, self.seen)]
-        places = torch.arange(rows.shape[1], device=rows.device)
+        places = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
         return bool(((rows[1] != places) | (rows[2] != PLAIN)).any())
 
     def check(self, ids: Sequence[int], held: int, text: int) -> None:
@@ -107,7 +111,9 @@ class Told:
                 f"token {at} is {int(given[at])} here, but the model was given {int(known[at])}: "
                 "save() the ids that the model was given, from the first on"
             )
-        odd = ((reasons != PLAIN) | (places != torch.arange(held, device="cpu")))[:text]
+        odd = (
+            (reasons != PLAIN) | (places != torch.arange(held, dtype=torch.int64, device="cpu"))
+        )[:text]
         if odd.any():
             first = int(odd.int().argmax())
             why = self._reasons[int(reasons[first])]
