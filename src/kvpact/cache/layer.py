@@ -18,10 +18,11 @@ from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import Compute, LayerView
+from kvpact.kernels import Compute, LayerView, largest
 from kvpact.kernels.offset import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
+from kvpact.methods.scaled import LEAST, ScaledCodec, scaled_for, size_of
 from kvpact.quantizers.checks import collected
 from kvpact.spec import Spec
 from kvpact.units import TILE
@@ -44,6 +45,8 @@ class CacheLayer:
     """
 
     planned: Rungs = ()
+    small: tuple[float, float] = (0.0, 0.0)
+    """The largest magnitudes of the first tokens of K and of V, where they are small."""
 
     def __init__(
         self,
@@ -142,12 +145,19 @@ class CacheLayer:
         padding = next_padding(held, config, k.shape[0])
         rungs = held.rungs or self.planned
         spec = rungs[0][1] if rungs else self._spec
+        if held.k is None:
+            self.small = self._small(k, v, sizes)
         k_stream = held.k or self.new_stream(k, True, spec=spec)
         v_stream = held.v or self.new_stream(v, False, spec=spec)
         if k_stream.offset is not None:
             k_stream = placed(k_stream, held, config, padding)
         alike, known, first = None, self.compute.prompts, held.k is None and padding is None
-        if first and not rungs and sizes and self._make_store == SegmentList.new:
+        if (
+            first
+            and not (rungs or any(self.small))
+            and sizes
+            and self._make_store == SegmentList.new
+        ):
             alike = alike_key((k_stream, v_stream), k, v, q)
             ready = (prompt := known.get(alike)) and prompt.take((k, v, q), sizes)
             if ready:
@@ -196,6 +206,23 @@ class CacheLayer:
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
 
+    def _small(self, k: Tensor, v: Tensor, sizes: Sizes) -> tuple[float, float]:
+        """Return `small` of first tokens. Raises `NonFiniteError` where pages can't hold them."""
+        if sizes is None and not (self.compute.deferred or k.is_meta):
+            sizes = largest(k, v)
+        if not sizes or min(sizes[:2]) >= LEAST:
+            return 0.0, 0.0
+        small = sizes[0], sizes[1]
+        if self._make_store != SegmentList.new and self.codecs:
+            for name, codec, size in zip("kv", self.codecs, small, strict=True):
+                if scaled_for(codec, size) is not codec:
+                    raise NonFiniteError(
+                        f"{name} has no number above {size:.3g}, too small for pages, whose "
+                        "sequences share a codec; scale it up, take a contiguous cache, or keep "
+                        "this layer at 'none'"
+                    )
+        return small
+
     def commit(self, plan: LayerPlan) -> Step:
         """Carry out a plan, or raise `KernelError`; the lock was held since `prepare`."""
         self.write(plan)
@@ -240,6 +267,7 @@ class CacheLayer:
         with self.lock:
             known = None, None, seen, None, begin, rungs, ahead
             self._held = Held(k, v, padding, self._held.version + 1, *known)
+            self.small = (size_of(k.codec), size_of(v.codec)) if k and v else (0.0, 0.0)
             self.clean = True
 
     def new_stream(
@@ -251,6 +279,8 @@ class CacheLayer:
         if codec is None and self.codecs is not None:
             codec = self.codecs[0 if key else 1]
         codec, known = codec or codec_of(method, key, dim, x.dtype), self.compute.empty
+        if any(self.small) and not isinstance(codec, ScaledCodec):
+            codec = scaled_for(codec, self.small[0 if key else 1])
         # Layers begin alike, and a stream never changes.
         alike = codec, method, self._make_store, batch, heads, dim, x.dtype, x.device
         stream = known.get(alike)
@@ -362,6 +392,7 @@ class CacheLayer:
             if not self.clean:
                 self.settle()
             other = self.empty()
+            other.small = self.small
             if make_store is not None:
                 other.lock, other._make_store = self.lock, make_store
             held = self._held

@@ -36,6 +36,7 @@ from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
+from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as
 from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
 from kvpact.snapshot.manifest import LayerEntry
 from kvpact.spec import Spec
@@ -113,6 +114,11 @@ def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) 
 
 
 def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
+    if isinstance(stream.codec, ScaledCodec):
+        raise MismatchError(
+            "the numbers of a layer are so small that they are stored times a power of two of this "
+            "cache, which stored prefixes don't have: keep this layer at 'none'"
+        )
     fields, slots = _slots(stream, first, last)
     sinks = stream.first_tokens(None)
     sinks = None if sinks is None else sinks[:, :, first:last]
@@ -268,6 +274,10 @@ def _need(good: bool, what: str) -> None:
 
 def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Codec:
     """Return a codec with what the snapshot's learnt; the fields are checked."""
+    if NAME in stream.learnt:
+        rest = {name: x for name, x in stream.learnt.items() if name != NAME}
+        codec = fitted_codec(codec, replace(stream, learnt=rest), device)
+        return scaled_as(codec, stream.learnt[NAME])
     if isinstance(codec, FittedCodec):
         learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
         if stream.packed and not learnt:

@@ -78,7 +78,8 @@ class Candidate:
         """Return the candidate with `exact_new` as decoding reads, where it says nothing.
 
         One token at a time reads those before it from slots where no window holds them exactly:
-        there the tokens of a chunk read one another as stored.
+        there the tokens of a chunk read one another as stored, which is a bound for methods of
+        groups: their last tokens wait exactly for the rest of a group.
         """
         specs = self.layers(num_layers)
         packed = [x for spec in specs for x in (spec.key, spec.value) if x.name != "none"]
