@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 from os import PathLike
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -186,6 +187,7 @@ class CompressedCache(Evicting):
             else:
                 layers.append(LAYER_CLASSES[kind](**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
+        self._model = ref(model) if isinstance(model, torch.nn.Module) else None
 
     @property
     def max_cache_len(self) -> int:
