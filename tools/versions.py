@@ -96,6 +96,14 @@ def installed(folder: Path, name: str) -> str:
     return next(x.version for x in distributions(path=[str(folder)]) if x.name == name)
 
 
+def write(version: str, found: dict[str, dict[str, int]]) -> None:
+    """Put one version's row into the table, the newest last."""
+    rows: list[dict[str, Any]] = json.loads(TABLE.read_text("utf-8"))
+    rows = [row for row in rows if row["version"] != version] + [{"version": version, **found}]
+    rows.sort(key=lambda row: [int(part) for part in row["version"].split(".")])
+    TABLE.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
@@ -107,12 +115,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     asked = options.versions or (["newest"] if options.newest else [*VERSIONS, "newest"])
-    rows: list[dict[str, Any]] = []
+    failed = False
     for version in asked:
         folder = install(version, options.newest)
         found = tested(folder, options.jobs)
         name = installed(folder, "transformers")
-        rows.append({"version": name, **found})
+        failed |= any(kind["failed"] for kind in found.values())
+        if options.write:
+            write(name, found)
         counts = ", ".join(
             f"{kind} {n['passed']} passed, {n['failed']} failed, {n['skipped']} skipped"
             for kind, n in found.items()
@@ -124,9 +134,7 @@ def main() -> None:
         for name, pin in sorted(pins.items()):
             if here.get(name.lower(), pin) != pin:
                 print(f"{name} {here[name.lower()]} (constraints.txt has {pin})")
-    if options.write:
-        TABLE.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
-    if any(kind["failed"] for row in rows for kind in row.values() if isinstance(kind, dict)):
+    if failed:
         sys.exit(1)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from os import PathLike
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -208,6 +209,7 @@ class CompressedCache(Evicting):
                 plain = CrossAttentionLayer if kind == CROSS else LAYER_CLASSES[kind]
                 layers.append(plain(**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
+        self._model = ref(model) if isinstance(model, torch.nn.Module) else None
         self._dropped_at = drops_cache_at(decoder)
 
     def __bool__(self) -> bool:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, NamedTuple, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ REMEDY = (
 REPEATED = (
     f"{REMEDY}. If it has one, the call before was interrupted in its first layer, and the cache "
     "is as before it: call the model again"
+)
+FAILED = (
+    "a call of the model failed when some of its layers had taken its tokens, and they can't be "
+    "taken back: reset the cache and begin again"
 )
 
 
@@ -107,6 +112,7 @@ class EngineCache(Summarized, Cache):
     """
 
     __reduce_ex__ = refuse_pickling
+    _model: ref[torch.nn.Module] | None = None
 
     def __init__(
         self,
@@ -124,6 +130,11 @@ class EngineCache(Summarized, Cache):
         count = getattr(shared.config, "num_decoder_layers", None) or len(layers)
         self._rings = rings or SharedState(shared.config, shared.exact_new, [])
         self._shared, self._order = shared, UpdateOrder(crosses and count > 1)
+        ends = [
+            i for i, x in enumerate(layers[:count]) if isinstance(x, CacheLayerMixin) and _counts(x)
+        ]
+        self._first, self._last = ends[0], ends[-1]
+        self._called = self._told_less = False
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_widths:
             hand_on(shared.config)
@@ -172,7 +183,58 @@ class EngineCache(Summarized, Cache):
             if first is not None:
                 self._take_back(first)
                 raise GeometryError(REPEATED)
+        if self._told_less and layer_idx == self._first:
+            self._told_less = False
+            self._begin(_tokens_of(layer))
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row; those that a call left behind which failed do not count."""
+        length: int = super().get_seq_length(layer_idx)
+        kept = self._kept(length)
+        if kept < length:
+            self._told_less = True
+        return kept
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that a layer's next update returns: a call begins."""
+        self._begin(super().get_seq_length(layer_idx))
+        self._called = True
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def _kept(self, length: int) -> int:
+        """Return how many of a layer's tokens are kept: a call that failed never got to the last.
+
+        While a call runs, no layer is asked that it has reached already. Who fills layers by hand
+        asks for no mask.
+        """
+        kept = _tokens_of(self.layers[self._last])
+        if length <= kept or not self._called or torch.compiler.is_compiling():
+            return length
+        return kept if kept or self._reaches_last() else length
+
+    def _reaches_last(self) -> bool:
+        """Whether the model is known to have the last layer; scripts cut some off."""
+        model = None if self._model is None else self._model()
+        modules = () if model is None else model.modules()
+        return any(vars(module).get("layer_idx") == self._last for module in modules)
+
+    def _begin(self, length: int) -> None:
+        """Begin a call in a layer that holds so many tokens: take back those of one that failed."""
+        kept = self._kept(length)
+        if kept < length:
+            try:
+                self._go_back(kept)
+            except KVPactError as error:
+                raise KVPactError(f"{FAILED}. {error}") from error
+
+    def _go_back(self, length: int) -> None:
+        """Let all layers hold `length` tokens, those that hold more."""
+        if length:
+            self.crop(length - max(map(_tokens_of, self.layers)))
+        else:
+            self.reset()
 
     def _refuse_part_of_a_pair(self) -> Any:
         """Refuse what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""

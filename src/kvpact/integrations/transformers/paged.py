@@ -72,6 +72,7 @@ class PagedBatch(EngineCache):
         layers = [CompressedLayer(shared, i) for i in range(len(types))]
         crosses = may_cross_attend(config, decoder)
         super().__init__(layers, shared, attention, crosses, sparse=False)
+        self._called = True  # by way of others, perhaps
 
     @property
     def view(self) -> PagedView:
@@ -87,6 +88,14 @@ class PagedBatch(EngineCache):
 
     def _summary(self) -> Summary:
         return self.view._summary()
+
+    def _go_back(self, length: int) -> None:
+        """Let each row hold in all layers what it holds in the last."""
+        self._order.forget()
+        self._shared.stored()
+        cache = self.view.cache
+        for seq in self.seqs:
+            cache.truncate(seq, cache.seq_len(seq, self._last))
 
     def reset(self) -> None:
         """Forget all tokens (see `PagedView.reset`)."""
