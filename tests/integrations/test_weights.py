@@ -21,6 +21,7 @@ from kvpact.integrations.transformers import (
     key_offsets,
     offsets,
     prefix_cache,
+    versions,
 )
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.made_keys import KeyMaker
@@ -289,6 +290,8 @@ def test_keys_made_by_weights_that_can_not_be_read_are_refused_by_name():
 
 
 def test_processes_that_share_a_model_read_their_part(tmp_path):
+    if not versions.KEEPS_LATENTS:
+        pytest.skip("transformers before 5.15 shards otherwise")
     program = Path(weights_process.__file__)
     ranks = [
         subprocess.Popen([sys.executable, program, str(rank), tmp_path, "tensor", "data"])

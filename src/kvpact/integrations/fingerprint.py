@@ -104,7 +104,10 @@ def weights_seen(model: Any) -> tuple[object, object]:
             if x is None or name in module._non_persistent_buffers_set:
                 continue
             version = 0 if x.is_inference() else x._version
-            if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or not x.numel():
+            if x.is_meta:  # offloaded: a new one stands there after each call
+                tensors.append((name, 0, 0))
+                continue
+            if type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
                 tensors.append((name, id(x), version))
                 continue
             tensors.append((name, x.data_ptr(), version))

@@ -191,6 +191,9 @@ class EngineCache(Summarized, Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; those that a call left behind which failed do not count."""
         length: int = super().get_seq_length(layer_idx)
+        end: Any = self.layers[self._last]
+        if length <= end.get_seq_length():
+            return length
         kept = self._kept(length)
         if kept < length:
             self._told_less = True
@@ -198,7 +201,10 @@ class EngineCache(Summarized, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that a layer's next update returns: a call begins."""
-        self._begin(super().get_seq_length(layer_idx))
+        length: int = super().get_seq_length(layer_idx)
+        end: Any = self.layers[self._last]
+        if length > end.get_seq_length():
+            self._begin(length)
         self._called = True
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
@@ -209,7 +215,8 @@ class EngineCache(Summarized, Cache):
         While a call runs, no layer is asked that it has reached already. Who fills layers by hand
         asks for no mask.
         """
-        kept = _tokens_of(self.layers[self._last])
+        end: Any = self.layers[self._last]
+        kept: int = end.get_seq_length()
         if length <= kept or not self._called or torch.compiler.is_compiling():
             return length
         return kept if kept or self._reaches_last() else length

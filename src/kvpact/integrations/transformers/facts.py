@@ -76,7 +76,8 @@ def check_heads(config: Any, geometry: CacheGeometry) -> None:
     """
     facts = layer_facts(config)
     by_layer = zip(configs_by_layer(config), facts.types, strict=False)
-    layers = [] if facts.latent_widths else [x for x, kind in by_layer if kind == "full_attention"]
+    latents = facts.latent_widths or getattr(config, "kv_lora_rank", None)
+    layers = [] if latents else [x for x, kind in by_layer if kind == "full_attention"]
     told = [
         {getattr(x, name, None) for x in layers} for name in ("num_key_value_heads", "head_dim")
     ]
