@@ -97,6 +97,7 @@ def weights_seen(model: Any) -> tuple[object, object]:
     """
     tensors, adapters = list[object](), list[object]()
     numbers: dict[torch.device, list[Tensor]] = defaultdict(list)
+    gathered = gathers(model)
     for module in model.modules():
         own = vars(module)
         adapters += [repr(own[name]) for name in _ADAPTER if own.get(name)]
@@ -104,7 +105,7 @@ def weights_seen(model: Any) -> tuple[object, object]:
             if x is None or name in module._non_persistent_buffers_set:
                 continue
             version = 0 if x.is_inference() else x._version
-            if x.is_meta:  # offloaded: a new one stands there after each call
+            if x.is_meta or gathered:  # offloaded, or in parts: others stand there after each call
                 tensors.append((name, 0, 0))
                 continue
             if type(x) not in (Tensor, torch.nn.Parameter) or not x.numel():
