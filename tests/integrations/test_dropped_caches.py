@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
+from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache, enable, versions
@@ -72,7 +72,9 @@ def test_a_second_turn_behind_the_switch_is_told(model, ids, fallbacks):
     assert said == []
     out, said = fallbacks(lambda: model.generate(ids, **GREEDY, **named(cache)))
     assert len(said) == 1 and "with its 37 tokens" in said[0]
-    assert torch.equal(out.sequences, model.generate(ids, **GREEDY).sequences)
+    exact = DynamicCache(config=model.config)  # transformers 5.19 loses the first turn with it
+    model.generate(ids[:, :30], **GREEDY, **named(exact))
+    assert torch.equal(out.sequences, model.generate(ids, **GREEDY, **named(exact)).sequences)
     again = CompressedCache(model, "none")
     again.restore(Snapshot.from_bytes(cache.snapshot().to_bytes()))
     assert again.get_seq_length() == 37 and CACHE
