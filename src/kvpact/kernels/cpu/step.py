@@ -122,8 +122,9 @@ class CpuStep(StepRunner):
         """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
         out = native.new_output(len(rows) * self._out[0], *self._out[1:])
         k_at, v_at, q_at, out_at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
-        k_row, v_row, q_row = (x.stride(0) * x.itemsize for x in (k, v, q))
-        out_row = math.prod(self._out[1:]) * _F32.itemsize
+        k_row = v_row = q_row = out_row = 0
+        if len(rows) > 1:  # one is the rule, in every layer of every step
+            k_row, v_row, q_row, out_row = (x.stride(0) * x.itemsize for x in (k, v, q, out))
         threads, args = torch.get_num_threads(), []
         for runner, held, k_tokens, v_tokens in rows:
             assert isinstance(runner, CpuStep)
