@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import TrellisForm
 
 
 @dataclass(frozen=True)

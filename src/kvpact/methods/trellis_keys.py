@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.bases import LEARNT_FROM, Bases
 from kvpact.methods.trellis_codec import LARGEST_TOKEN, TrellisVectors
@@ -54,18 +52,14 @@ class TreatedKeys(Codec):
         self.group = center or learnt
         self.learns_from = learnt if weights or blocks or first else 0
         self.blocks = quarters(dim, bits) if blocks else ((dim, bits),)
-        self._vectors = TrellisVectors(self.blocks, states, "token", seed, center)
-        self.form = self._vectors.form
-        self._bases = Bases(dim, center, first)
-        self.fields = (*self._vectors.fields, *self._bases.fields)
+        self._store(TrellisVectors(self.blocks, states, "token", seed, center), center)
 
-    def encoding(self) -> Encoding:
-        """Describe `encode` to the native kernels."""
-        return self._vectors.encoding()
-
-    def packed_format(self) -> PackedFormat:
-        """Blocks with rotations of their own, and the bases."""
-        return self._vectors.packed_format()
+    def _store(self, vectors: TrellisVectors, center: int) -> None:
+        """Store vectors like those, and bases beside them."""
+        self._vectors, self.form = vectors, vectors.form
+        self._packed_format, self._encoding = vectors.packed_format, vectors.encoding
+        self._bases = Bases(self._dim, center, self._first)
+        self.fields = (*vectors.fields, *self._bases.fields)
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Choose bases, weigh, sort, rotate; find the codes."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import NonFiniteError
-from kvpact.methods.bases import Bases, first_key
+from kvpact.methods.bases import first_key
 from kvpact.methods.context import Context, mean_over_tokens
 from kvpact.methods.fitted import Calibrating, KeysThatLearn
 from kvpact.methods.trellis_codec import TrellisVectors
@@ -74,9 +74,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         other = self.with_state(self._state)
         vectors, other._center, other.group = self._vectors, 0, 1
         seed = vectors.rotations[0].seed
-        other._vectors = TrellisVectors(self.blocks, vectors.states, "token", seed)
-        other._bases, other.form = Bases(self._dim, 0, self._first), other._vectors.form
-        other.fields = (*other._vectors.fields, *other._bases.fields)
+        other._store(TrellisVectors(self.blocks, vectors.states, "token", seed), 0)
         return other
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:

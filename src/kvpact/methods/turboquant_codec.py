@@ -12,9 +12,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import square_root, tree_sum
 from kvpact.formats import CodesField, Order, TokenField
-from kvpact.formats.encoding import Encoding
 from kvpact.formats.form import Form, Levels, Side
-from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays
 from kvpact.methods.bases import LEARNT_FROM, Bases, first_key
 from kvpact.methods.context import Context
@@ -52,6 +50,7 @@ class TurboQuantCodec(FormCodec):
         if center:
             self.max_norm = self._longest(residual_signs)
         if residual_signs:
+            self._packed_format = self._encoding = None  # kernels know no QJL
             self._sketch = RandomHadamard(dim, seed + 1)
             signs = CodesField("signs", 1, dim, order), TokenField("residual_norm", 1)
             self.fields = (*self.fields, *signs)
@@ -86,14 +85,6 @@ class TurboQuantCodec(FormCodec):
         y = super().decode(arrays)
         return y + self.decode_bias(arrays) if self.has_bias else y
 
-    def packed_format(self) -> PackedFormat | None:
-        """As the form says; QJL has none."""
-        return None if self.has_bias else super().packed_format()
-
-    def encoding(self) -> Encoding | None:
-        """As the form says; QJL of what that leaves has none."""
-        return None if self.has_bias else super().encoding()
-
     def decode_bias(self, arrays: Arrays) -> Tensor:
         """Return the residual's estimate; its product with q is the logits' bias."""
         signs = arrays["signs"].to(torch.float32) * 2 - 1
@@ -109,6 +100,7 @@ class TurboQuantKeyCodec(KeysThatLearn, TurboQuantCodec):
 
     def __init__(self, dim: int, bits: int, scale: str, center: int, seed: int = 0) -> None:
         TurboQuantCodec.__init__(self, dim, bits, scale, "token", seed=seed)
+        self._packed_format = self._encoding = None  # kernels know no bases of a codebook's codes
         self._state = {}
         self._bases = Bases(dim, center, first=True)
         self.fields = (*self.fields, *self._bases.fields)
@@ -132,9 +124,3 @@ class TurboQuantKeyCodec(KeysThatLearn, TurboQuantCodec):
         return self._bases.add(
             FormCodec.decode(self, arrays), arrays, self._state["first"].to(torch.float32)
         )
-
-    def packed_format(self) -> None:
-        """No kernel adds bases to codes of a codebook."""
-
-    def encoding(self) -> None:
-        """No kernel takes bases off before a codebook."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats.bitpack import WORD, planes
-from kvpact.formats.trellis import TrellisBlock, TrellisForm
+from kvpact.formats.packed import TrellisBlock, TrellisForm
 from kvpact.kernels.cpu import structs
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard

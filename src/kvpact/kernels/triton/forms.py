@@ -18,8 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.formats import TILE
 from kvpact.formats.bitpack import WORD, planes
 from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import PackedFormat, TrellisForm
 from kvpact.kernels.of_codec import once_for_codec, order_and_width, slot_fields
 from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import TrellisForm
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpact.formats.bitpack import WORD, plane_runs, planes
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import TrellisForm
 from kvpact.quantizers import trellis
 
 
