@@ -58,22 +58,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which spec each layer has at which length.
+    """Which spec each layer has at which length, within a `budget` of bytes, for so many rows.
 
-    Parameters
-    ----------
-    budget : int
-        Bytes of the whole cache.
-    batch : int
-        Rows that it was made for.
-    layers : tuple of tuple of Change
-        Of each layer, by length; the first one is at 0 tokens.
-    max_tokens : int
-        Tokens that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
-    facts : mapping
-        A method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
-    heads, itemsize : int
-        KV heads, and bytes of an exact number.
+    - `layers`: of each layer, by length; the first one is at 0 tokens.
+    - `max_tokens`: that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
+    - `facts`: a method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
+    - `heads`, `itemsize`: KV heads, and bytes of an exact number.
     """
 
     budget: int

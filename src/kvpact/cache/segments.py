@@ -37,10 +37,7 @@ class _Place(NamedTuple):
 
 
 class SlabShape:
-    """What a slab is of: fields, rows, heads, and the tokens of a segment; see `slab_shape`.
-
-    `places`: where the fields of one segment would lie; `size`: its bytes.
-    """
+    """Of what slabs are; `places`: where fields of a segment would lie; `size`: its bytes."""
 
     def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -> None:
         self.fields, self.batch, self.heads, self.tokens = fields, batch, heads, tokens

@@ -274,11 +274,7 @@ VERSION = 1
 def write_file(
     path: str | PathLike[str], header: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Write a file.
-
-    `header`: ``model``, ``tokens``, and of each layer its shape and the names of what each method
-    learnt; `layers`: of each layer, tensors by name.
-    """
+    """Write a file: the header, and of each layer tensors by name."""
     tensors = [item for layer in layers for item in layer.items()]
     runs = [(1, [sum(x.nbytes for x in layer.values()) for layer in layers])]
     Container.build(KIND, VERSION, header, tensors, runs).save(path)

@@ -81,10 +81,7 @@ def block_words(blocks: Blocks) -> int:
 
 
 def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
-    """Pack codes of blocks of channels with unlike bits, 16 tokens side by side.
-
-    `codes`: `[..., 32, dim]` uint8; returns `[..., 2, words, 16]` int32.
-    """
+    """Pack blocks' codes `[..., 32, dim]` uint8, 16 tokens by side: `[..., 2, words, 16]` int32."""
     held = torch.split(codes, [dim for dim, _ in blocks], -1)
     out = []
     for width, parts in plane_runs(blocks):

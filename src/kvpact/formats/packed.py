@@ -8,11 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class TrellisBlock:
-    """Channels with a rotation and a trellis of their own.
-
-    `bits`: of a code, whose levels are those of `quantizers.trellis`; 0 for channels that are zero.
-    `seed`: of the rotation's signs (`transforms.RandomHadamard`).
-    """
+    """Channels with a trellis, and a rotation with signs of `seed`; without `bits` all are zero."""
 
     dim: int
     bits: int

@@ -52,10 +52,7 @@ def _positions(
 
 
 class RowOffset(NamedTuple):
-    """A key offset, and which token of each row stands at position 0.
-
-    `origin`: the token at position 0 of each row. None where it is each row's first.
-    """
+    """A key offset; `origin`: each row's token at position 0; None where that is its first."""
 
     offset: KeyOffset
     origin: tuple[int, ...] | None = None
@@ -103,10 +100,7 @@ class RowOffset(NamedTuple):
 
 
 class RowRotation(NamedTuple):
-    """A key rotation, and which token of each row stands at position 0.
-
-    `origin`: the first token of each row that is no padding. None where it is each row's first.
-    """
+    """A key rotation; `origin`: each row's first token behind padding; None: its first one."""
 
     rotation: KeyRotation
     origin: tuple[int, ...] | None = None

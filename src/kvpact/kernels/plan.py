@@ -186,11 +186,9 @@ class Compute:
 
 
 class StreamPlan:
-    """Who encodes and decodes one stream.
+    """Who encodes and decodes one stream; `form`: how, where compiled code can.
 
-    - `device`, `dtype`: of its exact tokens.
-    - `form`: how, where compiled code can.
-    - `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
+    `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
     """
 
     before: StreamPlan | None = None

@@ -57,10 +57,7 @@ class Where(NamedTuple):
 
 
 class SegmentSource(Protocol):
-    """Reads the storage of a stream's slots, which lies in segments.
-
-    A source never changes: segments that are added, copied or dropped make another source.
-    """
+    """Reads a stream's segments of slots; it never changes: other segments make another source."""
 
     segment_tokens: int
     prepared: dict[str, Any]

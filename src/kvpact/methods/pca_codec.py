@@ -76,10 +76,9 @@ def small_values(v: Tensor) -> Tensor:
 
 
 def key_weights(energy: Tensor, channels: Tensor) -> Tensor:
-    """Return the weights of keys, `[H_kv D]` fp32.
+    """Return the weights of keys, `[H_kv D]` fp32, by mean squares of queries `[H_kv, D]`.
 
-    `energy`: `[H_kv, D]`: mean square of the queries of each KV head. `channels`: `[P, 2]`: pairs
-    of channels that RoPE turns together, which have one weight; others have their own.
+    `channels`: `[P, 2]`: pairs that RoPE turns together, which have one weight.
     """
     paired = energy.double().clone()
     if len(channels):
@@ -90,10 +89,7 @@ def key_weights(energy: Tensor, channels: Tensor) -> Tensor:
 
 
 def value_weights(energy: Tensor) -> Tensor:
-    """Return the weights of values, `[H_kv D_v]` fp32.
-
-    `energy`: `[H_kv, D_v]`: squares of what the output projection makes of each channel.
-    """
+    """Return the weights of values, `[H_kv D_v]` fp32, by squares of outputs `[H_kv, D_v]`."""
     return _relative(energy.double().sqrt())
 
 
@@ -154,11 +150,7 @@ class _Chosen(NamedTuple):
 
 
 class PcaCodec(FittedCodec):
-    """All heads of a token together.
-
-    `size`: bytes of a token and head; `key`: whether it is for keys, whose rotation is a part of
-    the state then.
-    """
+    """All heads of a token together, `size` bytes each; keys have a rotation in the state."""
 
     joint = True
 

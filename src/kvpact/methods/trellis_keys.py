@@ -24,10 +24,7 @@ def quarters(dim: int, bits: int) -> tuple[tuple[int, int], ...]:
 
 
 class TreatedKeys(Codec):
-    """Keys, with the state that `TrellisKeyCodec` has learnt; nothing is where bases are means.
-
-    `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
-    """
+    """Keys, with the state that `TrellisKeyCodec` has learnt; nothing is where bases are means."""
 
     # No base is farther than nothing, weights have a mean square of 1, deviations are at least 1:
     # so a scale is at most the largest number, but for rounding.

@@ -22,10 +22,7 @@ _MOST_WEIGHT = 1.01  # mean square of the weights: 1, but for rounding
 
 
 class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
-    """Keys with weights, sorted blocks or a first key, which are learnt.
-
-    `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
-    """
+    """Keys with weights, sorted blocks or a first key, which are learnt."""
 
     encode, decode = KeysThatLearn.encode, KeysThatLearn.decode
     _encode, _decode = TreatedKeys.encode, TreatedKeys.decode
@@ -66,10 +63,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         return self._first or not self._center
 
     def singly(self) -> TrellisKeyCodec:
-        """Return a codec that encodes tokens one by one, into slots that this one reads, too.
-
-        What was learnt is common to both. No base is a mean then, whatever that of the tile is.
-        """
+        """Return a codec of single tokens in slots that this one reads, too: no base is a mean."""
         assert self.has_single
         other = self.with_state(self._state)
         vectors, other._center, other.group = self._vectors, 0, 1

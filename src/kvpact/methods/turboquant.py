@@ -57,11 +57,7 @@ from kvpact.transforms import RandomHadamard
 
 
 class TurboQuantCodec(FormCodec):
-    """One stream.
-
-    `dim`, `bits`, `scale`, `center`, `seed`: as in `TurboQuant`; `residual_signs`: spend one of the
-    bits on QJL.
-    """
+    """One stream; `residual_signs`: spend one of the bits on QJL."""
 
     def __init__(
         self,
@@ -126,10 +122,7 @@ class TurboQuantCodec(FormCodec):
 
 
 class TurboQuantKeyCodec(KeysThatLearn, TurboQuantCodec):
-    """Rotated keys less the mean of their tile, the first key, or nothing.
-
-    `dim`, `bits`, `scale`, `center`, `seed`: as in `TurboQuant`.
-    """
+    """Rotated keys less the mean of their tile, the first key, or nothing."""
 
     def __init__(self, dim: int, bits: int, scale: str, center: int, seed: int = 0) -> None:
         TurboQuantCodec.__init__(self, dim, bits, scale, "token", seed=seed)

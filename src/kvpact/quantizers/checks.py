@@ -38,10 +38,7 @@ def collected() -> Tensor | None:
 
 
 def by_row(flags: list[Tensor] | None, rows: int) -> list[Tensor] | list[None]:
-    """Return for each row whether all of its flags are good, 0-d; None where nothing is deferred.
-
-    `flags`: from `deferred`, `[rows]` or 0-d each.
-    """
+    """Return whether all flags (`[rows]` or 0-d) of each row are good; None if none is deferred."""
     if not flags:
         return [None] * rows
     good = torch.stack([flag.expand(rows) for flag in flags]).all(0)

@@ -79,10 +79,7 @@ def subset(window: int, states: int) -> int:
 
 
 def indices(codes: Tensor, states: int) -> Tensor:
-    """Return the index of the level of each code.
-
-    `codes`: `[..., D]` uint8, in the order of the trellis. Returns `[..., D]` uint8.
-    """
+    """Return the index of each code's level, `[..., D]` uint8, in the order of the trellis."""
     u = codes & 1
     c1 = u ^ u.roll(1, -1) ^ u.roll(_MEMORY[states], -1)
     return (codes >> 1) * 4 + c1 * 2 + u.roll(2, -1)

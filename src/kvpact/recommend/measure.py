@@ -42,10 +42,9 @@ CANDIDATES = (
 
 
 class Costs(NamedTuple):
-    """What one spec costs on each layer.
+    """What one spec costs on each layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
 
-    `key`, `value`: layer -> ``[2, draws]``: costs of K and of V, and expected ones (see
-    `Sensitivity.noise`); `shrunk`: layer -> what V loses in length (see `Sensitivity.shrunk`).
+    `shrunk`: layer -> what V loses in length (see `Sensitivity`).
     """
 
     key: dict[int, Tensor]

@@ -47,11 +47,7 @@ def _refuse(gradient: Tensor) -> None:
 
 
 class KVHandle(Tensor):
-    """K or V of all tokens of a layer, without the numbers.
-
-    `pending`: the tokens of one `update` (`tokens.NewTokens`, `latent.HeadTokens`); `side`: ``k``
-    or ``v``.
-    """
+    """K or V (`side`) of all tokens of a layer without numbers; `pending`: an `update`'s."""
 
     pending: Any
     side: str

@@ -47,10 +47,7 @@ class IndexKeys:
         self._pack()
 
     def append_keys(self, new: Tensor) -> Tensor:
-        """Append keys `[B, S, D]`; return those of all tokens, the new ones as they are.
-
-        In a step of a few tokens packed ones are not dequantised: a handle stands for them.
-        """
+        """Append keys `[B, S, D]`; return all, the new ones exact; for few tokens a handle."""
         tail, new = self.index_tail, new.detach()
         if not new.shape[1]:  # of entries that are not whole yet
             held = self.indexer_keys

@@ -137,10 +137,7 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
-    """Show what a model's attention is given, in `Seen`, as long as the context lasts.
-
-    Every pass attends exactly, but for what `Seen.read` puts in the place of K and V.
-    """
+    """Show exact attention in `Seen` during the context, but for what `Seen.read` puts in."""
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
     AttentionInterface.register(RECORDING, _recording)
     AttentionMaskInterface.register(RECORDING, sdpa_mask)

@@ -28,10 +28,7 @@ CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 
 @dataclass
 class KVPactMetadata(AttentionMetadata):
-    """One batch, in parts of which each reads what the earlier ones store, and their prompts' runs.
-
-    `cut`: the starts of those sequences that one of the layers has cut.
-    """
+    """One batch in waves, and their prompts' runs; `cut`: starts of cut sequences."""
 
     parts: list[tuple[list[Row], list[Run]]]
     cut: set[int] = field(default_factory=set)

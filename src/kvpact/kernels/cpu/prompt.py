@@ -43,10 +43,7 @@ def new_state(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Learning:
-    """What is told of a codec that has not learnt, whoever's tokens it learns from.
-
-    `x`: `[B, H, T, D]`, tokens like those.
-    """
+    """What is told of a codec that has not learnt, from tokens like `x`, `[B, H, T, D]`."""
 
     def __init__(self, codec: TrellisKeyCodec, args: ctypes.Structure, x: Tensor) -> None:
         self._codec, self._encoder = codec, CodecEncoder.of(codec)

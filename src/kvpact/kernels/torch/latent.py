@@ -23,10 +23,7 @@ from kvpact.kernels.views import LayerView, StreamView
 
 
 class SeparateTokens:
-    """Keys and values of each head.
-
-    `rows`: `[B, H_kv, R, D]`, the scaled queries; `dim`: width of the output.
-    """
+    """K and V of each head; `rows`: scaled queries `[B, H_kv, R, D]`; `dim`: the output's."""
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:
         self._view, self._rows = view, rows
@@ -131,11 +128,7 @@ class MadeTokens:
 
 
 class LatentTokens:
-    """Latents (in K's place) and rotated keys (in V's) as the torch body of attention reads them.
-
-    `rows`: `[B, 1, R, r + d_rope]`, the scaled queries from `absorb_query`; `dim`: r, the width of
-    the latents.
-    """
+    """Latents and rotated keys, for the torch body; `rows`: `[B, 1, R, r + d_rope]`; `dim`: r."""
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:
         self._view = view
