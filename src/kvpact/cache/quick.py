@@ -75,7 +75,7 @@ def _run_step(
     output = row.runner.run((row,), k, v, q)
     if output is not None:
         layer._held = after
-        plan.count_step(1, encodes(row))
+        plan.count(attend=1, encode=encodes(row))
     layer.clean = True
     return output
 

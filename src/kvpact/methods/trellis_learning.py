@@ -101,7 +101,11 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
             # Their common factor is the scale's.
             size = square_root(divide(tree_sum(weight.square()), float(dim)))
             weight = half(weight / size, "weight of a channel").to(torch.float32)
-            require((weight > 0).all(), _no_weight)
+            told = (
+                "weight of a channel: zero in fp16, since keys are so much larger than queries; "
+                "scale the input or keep this layer at 'none'"
+            )
+            require((weight > 0).all(), lambda: NonFiniteError(told))
             energy_k = self._residual_energy(x, counted, first, weight)
         order = torch.arange(dim, dtype=torch.int64, device=x.device).expand(heads, dim)
         if self.sorted:
@@ -138,13 +142,6 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
             self._check(bool((state["deviation"] >= 1).all()), "deviation")
             channels = torch.arange(self._dim, dtype=order.dtype, device=order.device)
             self._check(bool((order.sort(-1).values == channels).all()), "order")
-
-
-def _no_weight() -> NonFiniteError:
-    return NonFiniteError(
-        "weight of a channel: zero in fp16, since keys are so much larger than queries; scale the "
-        "input or keep this layer at 'none'"
-    )
 
 
 def _floored(energy: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
@@ -57,11 +55,6 @@ class StoredForm:
     def kind(self, identity: Identity, chunk: int) -> ChunkKind:
         """Return the kind of chunks of one model, adapter and tenant."""
         return ChunkKind(self.specs, self.geometry, self.codecs, identity, chunk)
-
-
-def in_order(layers: Sequence[str]) -> tuple[str, ...]:
-    """Return names of layers in the order of the numbers in them."""
-    return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
-from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
+from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, tables_of
 from kvpact.kernels.triton.encode.kernel import (
     CHANNELS,
     check_tokens,
@@ -52,7 +52,9 @@ def warps_of(form: EncodeForm, tokens: int) -> int:
 
 def span_of(form: EncodeForm, tokens: int) -> int:
     """Return how many positions a program has: whole words of codes."""
-    return max(rows_of(form, tokens), form.word_tokens)
+    # No two programs may share the tokens of one word of codes.
+    word = TILE // (form.bits & -form.bits) if form.order == "channel" else 1
+    return max(rows_of(form, tokens), word)
 
 
 def blocks_of(form: EncodeForm, tokens: int) -> int:
@@ -126,11 +128,6 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
         check_tokens[blocks_of(form, tokens), heads, batch](
             x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
         )
-
-
-def encoded_alone(codec: Codec) -> bool:
-    """Whether a kernel encodes tokens of a codec as they come: no groups of them."""
-    return not encode_reason(codec) and codec.group == 1
 
 
 def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
