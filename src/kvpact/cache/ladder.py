@@ -180,9 +180,8 @@ def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int
 
 
 class Planner:
-    """Grows a cache that does not exist, and takes rungs where it has to.
+    """Grows a cache that does not exist, and takes rungs (most bytes first) where it has to.
 
-    `rungs`: from the most bytes to the fewest, one spec per layer each; `dtype`: of exact tokens;
     `sensitivity`: what a distortion of a part costs; `beside`: bytes of the budget for others.
     """
 

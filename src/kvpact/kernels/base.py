@@ -89,11 +89,9 @@ class AttendCall(NamedTuple):
 
 
 class TokenMemory:
-    """Memory of consecutive exact tokens, with room behind those that are there.
+    """Memory `[B, H, n, D]` of consecutive exact tokens, with room behind those that are there.
 
     What lies where never changes, so it is asked once: a step only counts.
-
-    `tensor`: `[B, H, n, D]`: the tokens, and the room.
     """
 
     __slots__ = ("dense", "head", "origin", "row", "start", "tensor", "token")

@@ -105,10 +105,9 @@ class ListSource:
 
 
 class Pick:
-    """Which parts of one field's units are copied, for a row and some heads.
+    """Which parts of a field's units are copied, for a row and some heads.
 
-    - `items`: `[n]` int64, ascending: tokens, counted from the stream's first; or whole units.
-    - `inside`: items in a unit. `places`: where these lie in it.
+    `items`: `[n]` int64, ascending tokens of the stream, or whole units; `inside`: items in a unit.
     """
 
     def __init__(self, field: Field, row: int, heads: slice, items: Tensor, units: bool) -> None:

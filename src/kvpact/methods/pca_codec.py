@@ -331,10 +331,8 @@ def _joint(x: Tensor) -> Tensor:
 def allocated_bits(deviation: Sequence[float], room: int) -> list[int]:
     """Return the bits of each component, the largest first, without those that have none.
 
-    Bits are given one by one where they take off most error; of equals to the first. Sums are of
-    Python floats in a fixed order, so the result is the same on every machine.
-
-    `deviation`: of each component, descending. `room`: bits in all. As many components as the
+    `room`: bits in all, given one by one where they take off most error, to the first of equals;
+    sums are of Python floats in a fixed order, the same on every machine. As many components as the
     shortest trellis needs have one at least.
     """
     bits = [0] * max(len(deviation), trellis.LEAST)

@@ -50,10 +50,8 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
 class TrellisVectors:
     """Codes and a scale of rotated vectors, in blocks of channels with trellises of their own.
 
-    - `blocks`: channels and bits of each block; without bits its channels are zero.
-    - `order`: order of the packed codes; ``channel`` for one block alone.
-    - `seed`: of the first block's rotation; those of the others follow.
-    - `center`: tokens that share a mean; 0 for none.
+    - `blocks`: channels and bits of each; without bits zeros. `order`: ``channel`` for one block.
+    - `seed`: of the first block's rotation; the others' follow. `center`: tokens of a mean, or 0.
     """
 
     def __init__(

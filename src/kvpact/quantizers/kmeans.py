@@ -31,8 +31,7 @@ def nearest(x: Tensor, words: Tensor) -> Tensor:
 def _nearest_by_cells(x: Tensor, words: Tensor) -> Tensor:
     """Return what `_scan` returns, looking at words near each vector's cell alone.
 
-    A vector at distance a from the centre of its cell and u from some word has its nearest word
-    within a + u of the centre.
+    At distance a from its cell's centre and u from some word, the nearest is within a + u of it.
     """
     centres = words[:: len(words) // _CELLS][:_CELLS]
     from_centre, cell = _distances(x, centres)

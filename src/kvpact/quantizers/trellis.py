@@ -150,10 +150,9 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def nearest_points(z: Tensor, bits: int) -> Tensor:
-    """Return the points of the four subsets that are nearest to each number.
+    """Return the nearest points of the four subsets, `[D, 4, N]` uint8, of `z` `[D, N]` in steps.
 
-    `z`: `[D, N]` fp32, in steps of the levels. Returns `[D, 4, N]` uint8: how many middles between
-    neighbours of a subset are below the number.
+    Points are numbers of middles between a subset's neighbours below.
     """
     of_subset = levels(bits, z.device).view(-1, 4).T
     middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()

@@ -42,9 +42,9 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """What the latest pass showed: `layers` that attend to all tokens, and `bounded` ones.
+    """What the latest pass showed: `layers` that attend to all tokens (`wanted`), `bounded` ones.
 
-    `wanted`: layers that `layers` has to hold; `read`: what these attend to (see `ReadTokens`).
+    `read`: what these attend to (see `ReadTokens`).
     """
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)

@@ -21,9 +21,8 @@ from kvpact.spec import Spec
 class StoredForm:
     """Layers of one rank in the order of the model, and how their tokens are stored.
 
-    `geometry`: the rank's heads, with the model's dtype; `page`: tokens of one of vLLM's pages;
-    `rank`, `ranks`: which of how many ranks: each has other heads; `learnt`: what the codecs of
-    each layer learnt, of all ranks' heads, so that it is part of all keys.
+    `geometry`: the rank's heads; `page`: tokens of vLLM's; `rank` of `ranks` has other heads;
+    `learnt`: of each layer's codecs, of all ranks' heads, as a part of all keys.
     """
 
     layers: tuple[str, ...]

@@ -57,9 +57,8 @@ def file_name(platform: str = sys.platform) -> str:
 
 
 class NativeLibrary:
-    """The loaded library at one instruction set.
+    """The loaded library at the last of `levels`, the processor's instruction sets up to the cap.
 
-    `levels`: keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
     `openmp`: whether calls run on the threads of torch's OpenMP.
     """
 

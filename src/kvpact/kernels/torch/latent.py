@@ -66,11 +66,7 @@ def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
 
 
 def expand_output(output: Tensor, w_uv: Tensor) -> Tensor:
-    """Return `W_UV` times the attention's output over latents.
-
-    `output`: `[B, H, S, r]`; `w_uv`: `[H, d_v, r]`, from the latent to each head's values. Returns
-    `[B, H, S, d_v]`.
-    """
+    """Return `W_UV` (`[H, d_v, r]`) times an output `[B, H, S, r]`: `[B, H, S, d_v]`."""
     return output @ w_uv.mT
 
 
@@ -92,11 +88,7 @@ class KeyMaking(Protocol):
 
 
 class MadeTokens:
-    """Values, of which keys are made as they are read (K = V).
-
-    `rows`: as of `SeparateTokens`; `decode`: writes packed values `start <= t < end` to its last
-    argument; `keys`: makes keys.
-    """
+    """Values, of which `keys` makes keys as they are read (K = V); see `SeparateTokens`."""
 
     def __init__(
         self,

@@ -53,10 +53,7 @@ def interpreted() -> bool:
 
 
 class TritonBackend(Backend):
-    """Kernels for CUDA devices.
-
-    `on_cpu`: compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
-    """
+    """Kernels for CUDA devices; `on_cpu`: on the CPU, where Triton interprets them, for tests."""
 
     name = "triton"
 

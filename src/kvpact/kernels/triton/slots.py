@@ -40,10 +40,7 @@ def segment_at(slots, tile):
 
 @triton.jit
 def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
-    """Return a pointer to a field's units of a segment and head; from `segment_at`.
-
-    `NAME`: one that the form knows.
-    """
+    """Return a pointer to the units of a field `NAME` of a segment and head; from `segment_at`."""
     INDEX: tl.constexpr = FORM.index_of(NAME)
     TYPE: tl.constexpr = FORM.type_of(NAME)
     table, heads, row, head, number, batch, segments = segment

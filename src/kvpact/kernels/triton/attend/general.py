@@ -186,10 +186,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for.
-
-    `latent`: whether they are latents and rotated keys; `mask`: None, boolean or additive.
-    """
+    """What the kernel is compiled for; `latent`: over latents; `mask`: its type, or none: ""."""
 
     k: StreamForm
     v: StreamForm

@@ -129,10 +129,7 @@ def _is_packed(ROWS, row, tile, S: tl.constexpr):
 
 @triton.jit
 def _of_packed(x, ROWS, row, tile, S: tl.constexpr):
-    """Return numbers `[32, channels]`, but zeros for tokens that are not packed; rounded to tf32.
-
-    Rounded unless products are those of fp32.
-    """
+    """Return numbers `[32, channels]`, 0 if not packed, in tf32 unless products are fp32's."""
     x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
     if not S.thrice:
         x = rounded(x)

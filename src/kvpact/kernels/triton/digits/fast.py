@@ -45,10 +45,9 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 
 
 class Fast(NamedTuple):
-    """What the fast kernels do for calls that are alike.
+    """What the fast kernels do for calls that are alike; `kw`: bytes of k that stand side by side.
 
-    `inside`: whether no block reaches over the end of a segment; `kw`: bytes of k that stand side
-    by side.
+    `inside`: whether no block reaches over the end of a segment.
     """
 
     k: Slots

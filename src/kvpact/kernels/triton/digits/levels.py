@@ -95,7 +95,7 @@ def levels2(word, t0, ASM: tl.constexpr):
 
 @triton.jit
 def levels3(first, second, third, t0, t1, ASM: tl.constexpr):
-    """Look up 3-bit codes: `[…, i2, i4, i3, i0, i1]`, code 16 i4 + 8 i3 + 4 i2 + 2 i1 + i0.
+    """Look up 3-bit codes, `[…, i2, i4, i3, i0, i1]` by their numbers' bits.
 
     `first`, `second`: the low two bits of 16 codes each; `third`: the third bit of all 32.
     """

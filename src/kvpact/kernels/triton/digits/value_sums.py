@@ -46,10 +46,7 @@ def channels_of(FORM: tl.constexpr):
 
 @triton.jit
 def _step(top):
-    """Return what the digits of weights are worth, of the largest ones of each query.
-
-    Of a block: so small weights of long contexts keep their digits.
-    """
+    """Return what digits are worth of a block's largest weights: small ones keep their digits."""
     return tl.maximum(tl.max(top, 0), 1e-30) * (1.0 / MOST)
 
 

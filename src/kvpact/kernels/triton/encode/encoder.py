@@ -74,10 +74,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class TritonEncoder:
-    """Encodes a stream's tokens on their device; not for two threads at once.
-
-    `codec`: whose slots they are; `encode_reason(codec)` is empty.
-    """
+    """Encodes tokens on their device, if `encode_reason` is empty; not for two threads."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self._torch = codec, TorchEncoder(codec)
@@ -171,10 +168,9 @@ def tile_warps(form: EncodeForm) -> int:
 def encode_trellis(
     codec: Codec, form: EncodeForm, x: Tensor, slots: Places, start: int, held: Tensor | None
 ) -> None:
-    """Encode tokens, whole groups of the codec.
+    """Encode whole groups `[B, H, T, D]`, the channels side by side, from `start` on.
 
-    `x`: `[B, H, T, D]`, the channels side by side; `start`: position of the first token; `held`:
-    `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
+    `held`: `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
     """
     batch, heads, tokens, _ = x.shape
     assert form.trellis is not None

@@ -118,10 +118,7 @@ def as_fp32(x):
 
 @triton.jit
 def load_tokens(x, row, head, token, live, FORM: tl.constexpr):
-    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none.
-
-    `x`: a pointer to the first row's first token, and the steps to the next row, head and token.
-    """
+    """Return tokens as fp32 `[ROWS, padded]`, 0 for none; `x`: a pointer, and steps to others."""
     at, of_row, of_head, of_token = x
     d = tl.arange(0, FORM.padded)
     first = tl.cast(row, tl.int64) * of_row + tl.cast(head, tl.int64) * of_head
@@ -169,8 +166,7 @@ def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
 def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
 
-    Only tokens beyond the limit have to be encoded to know. `tables`: signs, boundaries and levels
-    (see `EncodeTables`).
+    Only those beyond the limit have to be encoded to know. `tables`: see `EncodeTables`.
     """
     beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
     bad = tl.max(tl.max(beyond, 1), 0)
@@ -289,11 +285,7 @@ def encode_groups(
     X, x_row, x_head, x_token, TABLE, HEADS, start, tiles_per_segment, batch, segments,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store what a group of tokens of one row and head has per channel: a mean, or a grid.
-
-    The grid has a program for every group and `CHANNELS` channels, head and row. Parameters as of
-    `encode_tokens`.
-    """
+    """Store means or grids per channel: programs for groups, `CHANNELS` channels, heads, rows."""
     CHUNKS: tl.constexpr = (FORM.dim + _CHANNELS - 1) // _CHANNELS
     group, head, row = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
     channel = tl.program_id(0) % CHUNKS * _CHANNELS + tl.arange(0, _CHANNELS)

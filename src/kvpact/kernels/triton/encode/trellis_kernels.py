@@ -276,10 +276,7 @@ def store_codes(
     TABLE, HEADS, HELD, held_row, CODES,
     start, tokens, tiles_per_segment, batch, segments, FORM: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a tile's tokens into their slots.
-
-    The grid has a program for every tile, head and row; parameters as of `search_codes`.
-    """
+    """Store codes into slots; a program for every tile, head and row, as of `search_codes`."""
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
     tile, _, live = tile_tokens(position, tokens)

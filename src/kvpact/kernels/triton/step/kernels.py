@@ -93,10 +93,7 @@ def _can_not_hold(x, live, S: tl.constexpr):
 
 @triton.jit
 def _take(ROWS, good, keeps, x, slots, tables, row, head, new, S: tl.constexpr):
-    """Take the tokens of a stream, row and head that stand at the positions of a program.
-
-    `x`, `slots`, `tables`: as of `encode_rows`.
-    """
+    """Take tokens of a stream, row and head at a program's positions; as of `encode_rows`."""
     X, x_row, x_head, x_token = x
     if (tl.program_id(0) == 0) & (head == 0):
         place = ROWS + row * COLUMNS + S.at.new

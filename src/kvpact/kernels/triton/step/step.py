@@ -50,10 +50,7 @@ class Taker(NamedTuple):
 
 
 def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking:
-    """Return how a stream takes tokens like `x`, `[B, H, new, D]`.
-
-    Tokens that `wait` are encoded by others when they leave the window.
-    """
+    """Return how a stream takes tokens like `x`; those that `wait` are encoded when they leave."""
     form = tables_of(codec, x.device).form
     alone = not encode_reason(codec) and codec.group == 1  # as they come, no groups of them
     encodes = alone and form.trellis is None and not wait

@@ -76,10 +76,7 @@ def level_table(form: SlotForm, device: torch.device) -> Tensor:
 
 @cache  # a graph may hold the address
 def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where each channel stands in K's operands, int32, and what a level is worth there.
-
-    Behind the channels come the places that stay zero.
-    """
+    """Return channels' places in K's operands, then empty ones; and what levels are worth."""
     places = [x for i in range(len(form.steps)) for x in key_places(form, i, kw)]
     order = torch.tensor(places, dtype=torch.int64, device="cpu")
     every = torch.arange(len(order), dtype=torch.int32, device="cpu")

@@ -22,10 +22,7 @@ def _place(item, INTERLEAVE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _step(channel, FORM: tl.constexpr, INDEX: tl.constexpr, BACK: tl.constexpr):
-    """Return the step so many before that of a channel; the last one is before the first.
-
-    BACK: -1 for as many as the trellis remembers.
-    """
+    """Return the step BACK (-1: `memory`) before a channel's; the last is before the first."""
     BLOCK: tl.constexpr = FORM.steps[INDEX]
     step = channel - BLOCK.begin - (BLOCK.memory if BACK < 0 else BACK)
     return tl.where(step < 0, step + BLOCK.dim, step)
