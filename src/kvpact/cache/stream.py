@@ -225,7 +225,7 @@ class Stream(NamedTuple):
 
     def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
         """Return the stream with other tokens at position 0 (see `RowOffset`)."""
-        return self._replace(offset=self.offset and self.offset.begun_at(origin))
+        return self._replace(offset=self.offset and self.offset._replace(origin=origin))
 
     def coded(self, x: Tensor, start: int) -> Tensor:
         """Return tokens from `start` on as they are encoded."""
@@ -312,7 +312,7 @@ class Stream(NamedTuple):
         offset = self.offset
         if offset is not None:
             origin = offset.origin or (0,) * self.memory.tensor.shape[0]
-            offset = offset.begun_at(tuple(token - first for token in origin))
+            offset = offset._replace(origin=tuple(token - first for token in origin))
         return self._replace(
             store=self.store.behind(first, size).cut(self.packed - first),
             packed=self.packed - first,
@@ -342,8 +342,9 @@ class Stream(NamedTuple):
             store=self.store.select(indices),
             plan=self.plan.fork(),
             sinks=None if self.sinks is None else self.sinks.index_select(0, indices),
-            offset=None if self.offset is None else self.offset.select(indices),
         )
+        if self.offset is not None and (origin := self.offset.origin) is not None:
+            rows = rows.from_origin(tuple(origin[row] for row in indices.tolist()))
         return rows._with_tail(self.tail.index_select(0, indices), self.tail_start)
 
     @property
