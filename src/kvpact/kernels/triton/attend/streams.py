@@ -21,8 +21,7 @@ from kvpact.kernels.triton.columns import (
 from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, units_of
 from kvpact.kernels.triton.transforms import rotated
-from kvpact.kernels.triton.trellis.bases import base_logits
-from kvpact.kernels.triton.trellis.numbers import e5m3, step_numbers, tile_words
+from kvpact.kernels.triton.trellis.numbers import base_logits, e5m3, step_numbers, tile_words
 
 TILE = tl.constexpr(32)
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.columns import K_SLOTS
+from kvpact.kernels.triton.digits.levels import whole
 from kvpact.kernels.triton.digits.operands import groups_of, key_operand, key_width
 from kvpact.kernels.triton.digits.tiles import (
     load_per_token,
@@ -20,7 +21,6 @@ from kvpact.kernels.triton.digits.tiles import (
     tiles_at,
     tiles_together,
 )
-from kvpact.kernels.triton.digits.two_digits import whole
 
 if TYPE_CHECKING:
     from kvpact.kernels.triton.forms import SlotForm

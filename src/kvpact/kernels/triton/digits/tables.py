@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvpact.kernels.triton.digits.levels import query_digits
 from kvpact.kernels.triton.digits.operands import channel_places, groups_of, key_width, level_worth
-from kvpact.kernels.triton.digits.two_digits import query_digits
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.base import Transform

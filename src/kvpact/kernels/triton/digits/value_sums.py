@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.digits.key_scores import scales, zeros_of
+from kvpact.kernels.triton.digits.levels import MOST, split_digits, whole
 from kvpact.kernels.triton.digits.operands import (
     groups_of,
     value_operand,
@@ -15,7 +16,6 @@ from kvpact.kernels.triton.digits.operands import (
     weight_operand,
 )
 from kvpact.kernels.triton.digits.tiles import load_per_token
-from kvpact.kernels.triton.digits.two_digits import MOST, split_digits, whole
 from kvpact.kernels.triton.trellis.numbers import e5m3
 from kvpact.kernels.triton.trellis.values import (
     channels_of_values,

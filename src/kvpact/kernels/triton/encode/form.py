@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.kernels.triton.forms import CodeForm, form_parts, form_reason, power_of_two
 from kvpact.methods import Codec
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
 MOST_GROUP = 128

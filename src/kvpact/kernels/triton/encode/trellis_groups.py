@@ -11,7 +11,7 @@ from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.trellis_kernels import store_flags
 from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import tree_sum
-from kvpact.kernels.triton.trellis.bases import chosen_bases, distance
+from kvpact.kernels.triton.trellis.numbers import chosen_bases, distance
 
 CHANNELS = tl.constexpr(32)
 """Channels whose means are computed at a time."""

@@ -13,8 +13,14 @@ from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.viterbi import viterbi
 from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
-from kvpact.kernels.triton.trellis.bases import FIRST, MEAN, base_flags, chosen_bases, distance
-from kvpact.kernels.triton.trellis.numbers import e5m3
+from kvpact.kernels.triton.trellis.numbers import (
+    FIRST,
+    MEAN,
+    base_flags,
+    chosen_bases,
+    distance,
+    e5m3,
+)
 
 
 @triton.jit
