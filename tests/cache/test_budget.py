@@ -73,7 +73,7 @@ class BudgetOracle(LayerOracle):
             if side == "v":
                 made.offset = None
             elif made.offset is not None:
-                made.offset = made.offset._replace(origin=tuple(self.padding))
+                made.offset = made.offset.begun_at(tuple(self.padding))
             made.append(stream.read(self.padding), self.padding)
             setattr(self, side, made)
 

@@ -118,7 +118,7 @@ def next_offset(
         before, after = (x or (0,) * len(held.padding) for x in (offset.origin, origin))
         filled = (held.padding < held.length).tolist()
         origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
-    return offset._replace(origin=origin if origin and any(origin) else None)
+    return offset.begun_at(origin if origin and any(origin) else None)
 
 
 class Holder(Protocol):

@@ -225,7 +225,7 @@ class Stream(NamedTuple):
 
     def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
         """Return the stream with other tokens at position 0 (see `RowOffset`)."""
-        return self._replace(offset=self.offset and self.offset._replace(origin=origin))
+        return self._replace(offset=self.offset and self.offset.begun_at(origin))
 
     def coded(self, x: Tensor, start: int) -> Tensor:
         """Return tokens from `start` on as they are encoded."""
@@ -312,7 +312,7 @@ class Stream(NamedTuple):
         offset = self.offset
         if offset is not None:
             origin = offset.origin or (0,) * self.memory.tensor.shape[0]
-            offset = offset._replace(origin=tuple(token - first for token in origin))
+            offset = offset.begun_at(tuple(token - first for token in origin))
         return self._replace(
             store=self.store.behind(first, size).cut(self.packed - first),
             packed=self.packed - first,

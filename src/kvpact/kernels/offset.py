@@ -90,6 +90,10 @@ class RowOffset(NamedTuple):
         along, across = q0 * numbers.b0 + q1 * numbers.b1, q1 * numbers.b0 - q0 * numbers.b1
         return along @ cos.mT + across @ sin.mT
 
+    def begun_at(self, origin: tuple[int, ...] | None) -> RowOffset:
+        """Return the offset with other tokens at position 0."""
+        return self._replace(origin=origin)
+
 
 class RowRotation(NamedTuple):
     """A key rotation; `origin`: each row's first token behind padding; None: its first one."""
@@ -111,6 +115,10 @@ class RowRotation(NamedTuple):
         """Rotate fp32 keys `[B, H, T, D]` from the token `start` on, in place."""
         positions = _positions(start, x.shape[2], self.origin, x.device)
         return self.rotation.turn(x, positions)
+
+    def begun_at(self, origin: tuple[int, ...] | None) -> RowRotation:
+        """Return the rotation with other tokens at position 0."""
+        return self._replace(origin=origin)
 
 
 KnownByPosition = RowOffset | RowRotation

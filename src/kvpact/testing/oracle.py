@@ -157,7 +157,7 @@ class StreamOracle:
         self.groups = [{name: array[rows] for name, array in g.items()} for g in self.groups]
         if self.offset is not None:
             origin = self.offset.origin
-            self.offset = self.offset._replace(origin=origin and tuple(origin[i] for i in rows))
+            self.offset = self.offset.begun_at(origin and tuple(origin[i] for i in rows))
 
     def read(self, padding: Sequence[int]) -> Tensor:
         """Return what a cache should show, `[B, H, length, D]`.
@@ -213,7 +213,7 @@ class LayerOracle:
         """Store tokens; `padding` is known with a row's first tokens."""
         self.padding = list(padding or self.padding or [0] * k.shape[0])
         if self.k.offset is not None and not self.length:
-            self.k.offset = self.k.offset._replace(origin=tuple(self.padding))
+            self.k.offset = self.k.offset.begun_at(tuple(self.padding))
         self.k.append(k, self.padding)
         self.v.append(v, self.padding)
 
