@@ -134,10 +134,9 @@ def unpack_by_channel(words: Tensor, bits: int, interleave: int = 0) -> Tensor:
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
     """Return the bytes of codes, one code behind the other, the lowest bit of each first.
 
-    `codes`: `[B, T, N]` uint8; bits beyond a code's width are zero. `widths`: bits of each of the N
-    codes, 0 to 8. `heads`, `size`: each head takes `size` bytes of the string, which has zeros at
-    its end. Returns `[B, heads, T, size]` uint8. Bit i of the string is bit `i % 8` of byte
-    `i // 8`. Raises `FormatError`.
+    `codes`: `[B, T, N]` uint8; `widths`: bits of each of the N codes, 0 to 8, beyond which all are
+    zero. Returns `[B, heads, T, size]` uint8, zeros at the end of the string, of which bit i is bit
+    `i % 8` of byte `i // 8`. Raises `FormatError`.
     """
     which, shift = _places(widths, codes.device)
     if len(which) > 8 * heads * size:

@@ -113,12 +113,10 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
 
 
 def encode_mixed(y: Tensor, bits: Sequence[int], importance: Tensor, states: int) -> Tensor:
-    """Return the codes of least weighted square error of numbers with unlike bits.
+    """Return the uint8 codes of least weighted square error of numbers with unlike bits.
 
-    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 for each
-    of the D numbers, none more than the one before. `importance`: `[D]` fp32: what the square error
-    of each number counts. `states`: as in `encode`, which see for how the first state is found.
-    Returns `[..., D]` uint8 codes.
+    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 of each,
+    never rising. `importance`: `[D]` fp32: what each square error counts. `states`: see `encode`.
     """
     flat = y.reshape(-1, y.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)

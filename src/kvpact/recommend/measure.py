@@ -93,10 +93,8 @@ def code_layers(
     """Return each candidate's costs on every layer, and why others can't hold the model's K and V.
 
     K and V go through a cache of one layer, so that codecs learn, groups are formed and key
-    offsets are taken off as in use; the window is off, so that all tokens are coded.
-
-    `offsets`: layer -> key offset (see `key_offsets`); `steps`: all of it takes `passes` forward
-    passes over a chunk.
+    offsets are taken off as in use; the window is off, so that all tokens are coded. `steps`: all
+    of it takes `passes` forward passes over a chunk.
     """
     seen = sensitivity.seen
     width = max(layer.k.shape[3] for layer in seen.layers.values())

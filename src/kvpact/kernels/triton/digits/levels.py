@@ -203,14 +203,12 @@ def query_digits(
     DIM: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr,
     SPAN: tl.constexpr, ROTATED: tl.constexpr, NUMBERS=None, logits=1.0,
 ):  # fmt: skip
-    """Rotate and split the queries of a KV head; grid `(heads, batch)`.
+    """Rotate and split the queries `[B, H_q, q_len, DIM]` of a KV head; grid `(heads, batch)`.
 
-    `Q`: queries `[B, H_q, q_len, DIM]`, with the steps from batch row to row, head to head, query
-    to query. `SIGNS`, `PLACES`: of the rotation; `[SPAN]` int32, where the high digit of each
-    channel goes. `DIGITS`, `UNITS`: int8 `[B, H_kv, SPAN / SIZE, G, 2, SIZE]` and fp32
-    `[B, H_kv, G]`, what a digit is worth. `queries`, `rows`, `heads`: queries of a head, rows of a
-    KV head (`g * queries + i`), KV heads. `worth`: what the product of a query and a level is
-    multiplied by. `DIM`, `WIDTH`: channels, and the power of two that they are filled up to.
+    `SIGNS`, `PLACES`: of the rotation; `[SPAN]` int32, where each channel's high digit goes.
+    `DIGITS`, `UNITS`: int8 `[B, H_kv, SPAN / SIZE, G, 2, SIZE]` and fp32 `[B, H_kv, G]`, what a
+    digit is worth. `queries`, `rows`, `heads`: of a head, of a KV head (`g * queries + i`), KV
+    heads. `worth`: the factor of products with levels. `WIDTH`: channels, a power of two.
     `ROTATED`: whether K's slots are. `NUMBERS`, `logits`: where the rotated queries times `logits`
     go, fp32 `[B, H_kv, G, DIM]`; or None.
     """

@@ -70,13 +70,10 @@ def choose_bases(
     X, x_row, x_head, x_token, TABLE, HEADS, WEIGHT, FIRST_KEY, MEANS, INSIDE,
     start, tiles_per_segment, batch, segments, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the mean of a group of tokens, and which base each of them has.
-
-    The grid has a program for every group, head and row.
+    """Store a group's mean, and each token's base: a program for every group, head and row.
 
     `WEIGHT`, `FIRST_KEY`: as in `KeyTables`; `MEANS`, `INSIDE`: `[B, heads, groups, channels]` fp32
-    and `[B, heads, groups, tokens of one]` int8, of no account; `X`, `x_row`, `x_head`, `x_token`,
-    `TABLE`, `HEADS`, `start`, `tiles_per_segment`, `batch`, `segments`: as of `encode_groups`.
+    and `[B, heads, groups, tokens of one]` int8, of no account; all else: as of `encode_groups`.
     """
     GROUP: tl.constexpr = FORM.trellis.center
     group, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

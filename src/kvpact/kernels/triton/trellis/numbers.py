@@ -26,13 +26,10 @@ def base_flags(flags, tile):
 def base_logits(flags, mean, step, query, first, tile, channel, FORM: tl.constexpr):
     """Return the products of queries and the bases of 32 tokens, fp32 `[rows, 32]`.
 
-    Over some channels: those of several calls have to be added, one of which has `first`.
-
-    `flags`, `mean`, `step`: units of the fields of a segment and head, int32, int8 and fp16; of no
-    account where `FORM` has no mean. `query`: fp32 `[rows, channels]`, scaled, not transformed; 0
-    behind the last channel. `first`: fp32 `[rows]`, their products with the first key; 0 where it
-    is no base. `channel`: int32 `[channels]`, which they are. `tile`: of 32 tokens inside the
-    segment. `FORM`: the `SlotForm`, which has bases.
+    Of some `channel`s, int32: those of several calls are added, one of which has `first`. `flags`,
+    `mean`, `step`: units of a segment's and head's fields, int32, int8, fp16. `query`: fp32
+    `[rows, channels]`, scaled, not transformed; 0 behind the last channel. `first`: fp32 `[rows]`,
+    products with the first key; 0 where that is no base. `tile`: of 32 tokens in the segment.
     """
     flag = base_flags(flags, tile)
     logits = tl.where((flag == FIRST)[None, :], first[:, None], 0.0)
