@@ -11,7 +11,7 @@ from kvpact import CacheGeometry, create_cache
 from kvpact.cache.prompt import Prompt
 from kvpact.errors import KernelError
 from kvpact.kernels import native_threads
-from kvpact.kernels.cpu import learn, library
+from kvpact.kernels.cpu import library, prompt
 from kvpact.testing import same_bytes
 
 needs_native = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def taken(monkeypatch):
         return torch.full((count,), torch.nan, dtype=dtype)
 
     monkeypatch.setattr(Prompt, "take", counted)
-    monkeypatch.setattr(learn, "new_state", spoilt)
+    monkeypatch.setattr(prompt, "new_state", spoilt)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *s: empty(x, *s).fill_(torch.nan))
     return counts
 

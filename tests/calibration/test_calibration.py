@@ -97,10 +97,10 @@ def test_another_file_is_refused(tmp_path):
     ],
 )
 def test_wrong_headers_are_refused(broken, tmp_path):
-    from kvpact.calibration import files
+    from kvpact.calibration.base import write_file
 
     path = tmp_path / "a.safetensors"
-    files.write(path, broken, [{}] * len(broken["layers"]))
+    write_file(path, broken, [{}] * len(broken["layers"]))
     with pytest.raises(FormatError):
         Calibration.load(path)
 

@@ -12,7 +12,7 @@ from matrix import LEARNT
 from torch import Tensor
 
 from kvpact.errors import KVPactError
-from kvpact.kernels.cpu import learn as native
+from kvpact.kernels.cpu import prompt as native
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods.context import Context

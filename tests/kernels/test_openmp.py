@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from kvpact.kernels import native_threads
-from kvpact.kernels.cpu.openmp import entries
+from kvpact.kernels.cpu.library import entries
 
 PROGRAM = """
 import ctypes, hashlib, json, os, sys, threading
 import torch
 from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.cpu.library import library, native_threads
-from kvpact.kernels.cpu.openmp import entries
+from kvpact.kernels.cpu.library import entries
 
 raw, found = ctypes.CDLL(str(library().path)), {"threads": native_threads()}
 address = lambda x: ctypes.cast(x, ctypes.c_void_p).value

@@ -4,7 +4,7 @@ import pytest
 from one_layer import fill, kvq
 
 from kvpact.kernels import CHUNK, StreamPlan
-from kvpact.methods.turboquant_codec import TurboQuantCodec
+from kvpact.methods.turboquant import TurboQuantCodec
 from kvpact.testing.data import by_name
 
 

@@ -9,8 +9,7 @@ from kvpact import AttendConfig, CacheGeometry, create_cache, parse_spec
 from kvpact.errors import FormatError, GeometryError, SpecError
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.fitted import Calibrating
-from kvpact.methods.pca_codec import _DISTORTION, allocated_bits
-from kvpact.methods.pca_learning import key_weights, value_weights
+from kvpact.methods.pca_codec import _DISTORTION, allocated_bits, key_weights, value_weights
 from kvpact.quantizers import trellis
 from kvpact.testing import random_tokens
 from kvpact.testing.method_base import relative_error

@@ -71,12 +71,9 @@ def _planned(
 def ladder_of(
     first: Sequence[Spec] | None, rungs: Sequence[SpecLike] | None, layers: int
 ) -> tuple[tuple[Spec, ...], ...]:
-    """Return the rungs of a ladder, one spec per layer each, checked.
+    """Return the rungs of a ladder, one spec per layer each, checked; raises `SpecError`.
 
-    `first`: what a cache begins with, in front of the default rungs of fewer bits; exact if
-    omitted. `rungs`: a ladder of its own instead.
-
-    Raises `SpecError`.
+    `first`: the first rung, before default ones of fewer bits; exact if omitted; `rungs`: instead.
     """
     if rungs is not None:
         if isinstance(rungs, str | Spec | Mapping) or not rungs:
@@ -122,10 +119,7 @@ def budget_of(
     sensitivity: Mapping[Part, float] | None = None,
     exact: int | None = None,
 ) -> Budget:
-    """Return a budget such as ``200MB``, 200000000, or ``25%`` of so many `exact` bytes.
-
-    Raises `SpecError`.
-    """
+    """Return a budget of ``200MB``, 200000000, or ``25%`` of `exact` bytes; raises `SpecError`."""
     share = None if isinstance(amount, bool) else share_of(str(amount))
     if share is not None and exact is None:
         raise SpecError(

@@ -20,13 +20,13 @@ from kvpact.cache.checks import (
     refuse_records,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.descent import go_down
 from kvpact.cache.evict import Evictable
 from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
+from kvpact.cache.room import go_down
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, put_on_rungs, restored_layer
 from kvpact.cache.stats import Summary, cache_stats

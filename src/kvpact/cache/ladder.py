@@ -58,22 +58,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which spec each layer has at which length.
+    """Which spec each layer has at which length, within a `budget` of bytes, for so many rows.
 
-    Parameters
-    ----------
-    budget : int
-        Bytes of the whole cache.
-    batch : int
-        Rows that it was made for.
-    layers : tuple of tuple of Change
-        Of each layer, by length; the first one is at 0 tokens.
-    max_tokens : int
-        Tokens that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
-    facts : mapping
-        A method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
-    heads, itemsize : int
-        KV heads, and bytes of an exact number.
+    - `layers`: of each layer, by length; the first one is at 0 tokens.
+    - `max_tokens`: that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
+    - `facts`: a method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
+    - `heads`, `itemsize`: KV heads, and bytes of an exact number.
     """
 
     budget: int
@@ -190,9 +180,8 @@ def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int
 
 
 class Planner:
-    """Grows a cache that does not exist, and takes rungs where it has to.
+    """Grows a cache that does not exist, and takes rungs (most bytes first) where it has to.
 
-    `rungs`: from the most bytes to the fewest, one spec per layer each; `dtype`: of exact tokens;
     `sensitivity`: what a distortion of a part costs; `beside`: bytes of the budget for others.
     """
 

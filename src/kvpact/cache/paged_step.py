@@ -170,7 +170,7 @@ def _run(
     if output is not None:
         exchange(rows.layers, made)
         assert made[0].plan is not None
-        made[0].plan.count_step(len(made), sum(map(encodes, steps)))
+        made[0].plan.count(attend=len(made), encode=sum(map(encodes, steps)))
     for entry in rows.layers:
         entry.clean = True
     return output

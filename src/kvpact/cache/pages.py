@@ -33,10 +33,7 @@ SIDES = ("k", "v")
 
 
 class PagePool:
-    """Storage of all pages, their reference counts, and the free ones.
-
-    `page_size`: a multiple of the tile (32) and of the methods' groups, the least if omitted.
-    """
+    """All pages, of a multiple of 32 tokens and of groups, their references, and the free ones."""
 
     def __init__(
         self,
@@ -199,10 +196,7 @@ class PageStore(SegmentStore):
 
 
 class PageSource:
-    """Reads one sequence's pages where they lie, in the order of `pages`.
-
-    `fields`: field -> `[P, H, units, …]`, all pages; a head's units of a page have no gaps.
-    """
+    """Reads a sequence's `pages` where they lie, in fields `[P, H, units, …]` without gaps."""
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
         self._fields, self.pages, self.segment_tokens = fields, pages, page_size

@@ -155,7 +155,8 @@ class Prompt:
             return None
         k_side, v_side = self._sides
         encoded = (k_side.packed > 0) + (v_side.packed > 0)
-        self._plan.count_prompt(encoded, int(ready.k.codec is not k_side.empty.codec))
+        learnt = int(ready.k.codec is not k_side.empty.codec)
+        self._plan.count(encode=encoded, learn=learnt)
         return ready
 
     def _made(self) -> Ready:

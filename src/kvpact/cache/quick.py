@@ -75,7 +75,7 @@ def _run_step(
     output = row.runner.run((row,), k, v, q)
     if output is not None:
         layer._held = after
-        plan.count_step(1, encodes(row))
+        plan.count(attend=1, encode=encodes(row))
     layer.clean = True
     return output
 
@@ -94,9 +94,9 @@ def quick_step(
     index: int | None = None,
     stay: bool = False,
 ) -> tuple[Held, StepRow] | None:
-    """Return what a layer holds after a step, and what a backend has to do; None where it can't.
+    """Return what a layer, row `index` of many, holds after a step, and what a backend has to do.
 
-    `index`: the layer's row, where it is one of many; `stay`: slots lie where they lay.
+    None where it can't; `stay`: slots lie where they lay.
     """
     k_before, v_before, padding, version, plan, good, seen, runner, *more = layer._held
     if k_before is None or v_before is None or runner is None:

@@ -56,7 +56,6 @@ def climbed(
     """Store new tokens up to the last step, and take all; return the streams, and what is left.
 
     `steps`: the spec of now, and those to take; `known`: padding, `Held.seen` and `Held.ahead`.
-    What is held now stays as it is.
     """
     (padding, seen, ahead), (_, first), left, done = known, steps[0], [], []
     for side, (stream, x) in enumerate(zip(pair, new, strict=True)):

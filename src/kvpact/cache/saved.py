@@ -159,10 +159,7 @@ def put_on_rungs(
     ladders: Sequence[Sequence[tuple[int, Spec]]],
     entries: Sequence[LayerEntry],
 ) -> None:
-    """Put empty layers on the rungs of a snapshot, those of `ladders` or lower ones.
-
-    Raises `BudgetExceeded`.
-    """
+    """Put empty layers on a snapshot's rungs, of `ladders` or lower; raises `BudgetExceeded`."""
     for index, (layer, changes, entry) in enumerate(zip(layers, ladders, entries, strict=True)):
         if entry.streams is None:
             continue

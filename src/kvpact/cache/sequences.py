@@ -43,8 +43,7 @@ class PagedSequence:
 class KnownRows(NamedTuple):
     """Rows that took a step of a layer together, what holds them, and their runners, alike.
 
-    `room`: so many tokens fit the pages of every row, before one is written to that others hold,
-    counted at `PagePool.changes`. A layer that took any other step has another runner.
+    `room`: tokens that fit every row's pages before a shared one, counted at `PagePool.changes`.
     """
 
     seqs: list[int]

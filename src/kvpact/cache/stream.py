@@ -342,8 +342,9 @@ class Stream(NamedTuple):
             store=self.store.select(indices),
             plan=self.plan.fork(),
             sinks=None if self.sinks is None else self.sinks.index_select(0, indices),
-            offset=None if self.offset is None else self.offset.select(indices),
         )
+        if self.offset is not None and (origin := self.offset.origin) is not None:
+            rows = rows.from_origin(tuple(origin[row] for row in indices.tolist()))
         return rows._with_tail(self.tail.index_select(0, indices), self.tail_start)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -10,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.calibration import files
 from kvpact.errors import FormatError, SpecError
+from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Method, make_codec
 from kvpact.methods.fitted import Calibrating, FittedCodec
+from kvpact.snapshot.container import Container
+from kvpact.snapshot.header import COUNT, SIZE, check, need
 from kvpact.spec import Spec
 
 State = Mapping[str, Tensor]
@@ -148,7 +151,7 @@ class Calibration:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file (safetensors with checksums): whole, or with an `OSError` not at all."""
-        files.write(path, self._header(), self._tensors())
+        write_file(path, self._header(), self._tensors())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Calibration:
@@ -163,7 +166,7 @@ class Calibration:
         FileNotFoundError
             There is no such file.
         """
-        header, tensors = files.read(path)
+        header, tensors = read_file(path)
         layers, following = {}, iter(tensors)
         for layer, data in header["layers"].items():
             k, v = (
@@ -262,3 +265,44 @@ def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibrat
         names = ", ".join(map(str, specs))
         raise SpecError(f"none of these methods learns from tokens: {names}")
     return LayerCalibration(tokens.k.shape[1], tokens.k.shape[3], tokens.v.shape[3], k, v)
+
+
+KIND = "kvpact.calibration"
+VERSION = 1
+
+
+def write_file(
+    path: str | PathLike[str], header: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Write a file: the header, and of each layer tensors by name."""
+    tensors = [item for layer in layers for item in layer.items()]
+    runs = [(1, [sum(x.nbytes for x in layer.values()) for layer in layers])]
+    Container.build(KIND, VERSION, header, tensors, runs).save(path)
+
+
+def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the header and, in the order in which it names them, the tensors; all is checked."""
+    held = Container(read_regular(path), KIND, VERSION)
+    header = {name: value for name, value in held.manifest.items() if name != "sections"}
+    check(header, {"layers": dict, "model": str, "tokens": SIZE}, f"{path}: header")
+    for number, layer in header["layers"].items():
+        check(number, re.compile("0|[1-9][0-9]{0,5}"), f"{path}: a layer's number")
+        check(layer, {"k": dict, "shape": [COUNT], "v": dict}, f"{path}: layer {number}")
+        need(len(layer["shape"]) == 3, f"{path}: the shape of layer {number}")
+        check([*layer["k"].values(), *layer["v"].values()], [[str]], f"{path}: what was learnt")
+    layers = len(header["layers"])
+    if held.num_sections != layers:
+        raise FormatError(f"{path}: {held.num_sections} sections for {layers} layers")
+    tensors: dict[str, Tensor] = {}
+    for index in range(held.num_sections):
+        tensors |= held.tensors(index)
+    wanted = [
+        f"{index}.{side}.{i}.{name}"
+        for index, layer in enumerate(header["layers"].values())
+        for side in ("k", "v")
+        for i, names in enumerate(layer[side].values())
+        for name in names
+    ]
+    if list(tensors) != wanted:
+        raise FormatError(f"{path}: the tensors are not those that the header names")
+    return header, list(tensors.values())

@@ -152,10 +152,7 @@ def _by_the_minute(title: str) -> Callable[[float, float | None, str], None]:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]:
-    """Yield ``report(done, total, what)``: a bar that goes away again, elsewhere a line a minute.
-
-    A total of None is one that is not known.
-    """
+    """Yield ``report(done, total or None, what)``: a passing bar; elsewhere a line a minute."""
     console = error_console()
     if not console.is_terminal:
         yield _by_the_minute(title)

@@ -80,7 +80,7 @@ def evaluate_command(
 
     With several models or texts, each model reads each text, and a summary follows.
     """
-    from kvpact.cli.eval_run import RunPlan, candidates_of, run
+    from kvpact.cli.eval_run import RunPlan, candidates_of, run, run_growth
     from kvpact.evaluate.files import report_data
     from kvpact.evaluate.growth import CHUNK
     from kvpact.evaluate.tasks import task_names
@@ -128,8 +128,6 @@ def evaluate_command(
     if budget is None:
         results, files = run(plan, models, dtype, threads)
     else:
-        from kvpact.cli.eval_growth import run_growth
-
         growth, files = run_growth(plan, budget.split(","), models, dtype, threads)
     if as_json:
         data = report_data(results, against)

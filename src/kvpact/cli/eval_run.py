@@ -14,11 +14,13 @@ from kvpact.evaluate import (
     EvalResult,
     EvalRow,
     FreeRunningResult,
+    GrowthResult,
     SummaryRow,
     TaskCase,
     differences,
     evaluate_text,
     free_running,
+    grow,
     make_cases,
     report,
     score_tasks,
@@ -27,7 +29,9 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+from kvpact.evaluate.files import write_growth
 from kvpact.evaluate.free_running import check_steps
+from kvpact.evaluate.growth import TITLES
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.text import kl_text, verdict_of
 from kvpact.methods.cautions import KEY_NORM, cautions
@@ -212,3 +216,41 @@ def show_summary(rows: list[SummaryRow]) -> None:
     lines = ((row.spec, *report.summary_cells(row)) for row in rows)
     print_table(columns, lines, title=f"all {rows[0].runs} runs")
     explain(report.PAIRED)
+
+
+def run_growth(
+    plan: RunPlan, budgets: list[str], models: list[str], dtype: str, threads: int | None
+) -> tuple[list[GrowthResult], list[Path]]:
+    """Let every model read every text, print the tables, and write the files of a plan."""
+    budgets = list(dict.fromkeys(budgets))
+    for budget in budgets:
+        inputs.candidate_of("none", budget=budget)
+    results = []
+    with inputs.results_folder(plan.out):
+        inputs.check_models(models)
+        for name in models:
+            network, tokenizer = inputs.open_model(name, dtype, threads)
+            for text_name, text in plan.texts:
+                with progress("evaluating") as bar:
+                    found = grow(
+                        network,
+                        tokenizer,
+                        text,
+                        budgets,
+                        plan.told,
+                        tokens=plan.tokens,
+                        chunk=plan.chunk,
+                        samples=plan.task_samples,
+                        seed=plan.seed,
+                        progress=bar,
+                        model_name=name,
+                        text_name=text_name,
+                    )
+                inputs.note_if_short(found.tokens, plan.tokens)
+                results.append(found)
+                for what in TITLES if plan.tables else ():
+                    columns, lines = found.table(what)
+                    print_table(columns, lines, title=found.name * (what == "kl"))
+                if plan.tables and plan.verbose:
+                    explain(found.about())
+        return results, [] if plan.out is None else write_growth(results, plan.out)

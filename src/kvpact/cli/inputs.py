@@ -184,10 +184,9 @@ def prompted(
     chat: bool = False,
     new: int = 0,
 ) -> tuple[Any, Any, torch.Tensor, Any, Calibration | None]:
-    """Load a model (see `open_model`), and see that it takes a text and `new` tokens after it.
+    """Load a model (see `open_model`) that takes a text and `new` tokens after it.
 
-    Returns it, its tokenizer, the text's ids ``[1, T]``, an empty cache for them, and what the file
-    `calibration` holds.
+    Returns it, its tokenizer, the text's ids ``[1, T]``, an empty cache, and the `calibration`.
     """
     from kvpact.evaluate import compressed_cache
 

@@ -40,7 +40,8 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
     rows = []
     for one in found["methods"]:
         choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
-        bits = [_bits_text(x["k"], x["v"]) for x in reversed(one["slot_bits"])]
+        both = [(f"{x['k']:.4g}", f"{x['v']:.4g}") for x in reversed(one["slot_bits"])]
+        bits = [k if k == v else f"{k}/{v}" for k, v in both]
         more = bits[:1] if short else [one["paper"] or "-", *bits]
         rows.append((one["name"], one["summary"], choices, *more))
     shown = (*columns[:3], "bits,\nD=128") if short else columns
@@ -73,10 +74,6 @@ def _show_one(name: str, found: dict[str, Any]) -> None:
     console.print("packed slots, bits per value:", highlight=False)
     for x in found["slot_bits"]:
         console.print(f"  D={x['width']}: K {x['k']:.4g}, V {x['v']:.4g}", highlight=False)
-
-
-def _bits_text(key: float, value: float) -> str:
-    return f"{key:.4g}" if key == value else f"{key:.4g}/{value:.4g}"
 
 
 def all_methods() -> dict[str, list[dict[str, Any]]]:

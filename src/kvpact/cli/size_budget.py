@@ -27,10 +27,9 @@ def schedule_of(
     batch: int = 1,
     dtype: str | None = None,
 ) -> Schedule:
-    """Return the schedule of a cache of a model, or of a geometry, with a budget.
+    """Return the schedule of a cache of a model, or of a geometry, that begins with `spec`.
 
-    `spec`: what it begins with; `context`: where a share of the exact cache is meant; the others
-    are those of `kvpact.size`. Raises `KVPactError`.
+    `context`: where a share of the exact cache is meant. Raises `KVPactError`.
     """
     given = sizes.dtype_of(dtype or "bfloat16")
     if isinstance(model, CacheGeometry):

@@ -75,11 +75,7 @@ def log_ticks(axis: Any) -> None:
 
 
 def place_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Name points (x, y, text) where a label covers no point and no other label, highest first.
-
-    The figure's scales, limits and layout may not change afterwards. A label stands to
-    the right or left of its point.
-    """
+    """Name points (x, y, text), covering nothing; scales and layout may not change afterwards."""
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 

@@ -44,10 +44,7 @@ class Difference:
 
 
 def baseline_index(rows: Sequence[EvalRow], against: str | None = None) -> int | None:
-    """Return which row is the baseline: that of the spec `against`, or the first but ``none``.
-
-    None where nothing was asked for and there is no row but ``none``.
-    """
+    """Return the baseline's row: `against`'s, or the first but ``none``; None if there is none."""
     if against is None:
         return next((i for i, row in enumerate(rows) if row.spec != "none"), None)
     for i, row in enumerate(rows):

@@ -87,10 +87,9 @@ def write_report(
 
 
 def write_growth(runs: Sequence[GrowthResult], directory: str | PathLike[str]) -> list[Path]:
-    """Write ``growth.json`` and ``growth.png``; return their paths.
+    """Write ``growth.json``, then ``growth.png``; return their paths.
 
-    `runs`: what `grow` returned, one for each model and text; `directory`: made where missing. The
-    JSON file is written without matplotlib, too, of which `BackendUnavailable` tells.
+    `BackendUnavailable` tells that matplotlib is missing; the JSON file is there.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -49,18 +49,9 @@ Make = Callable[[], Any]
 class GrowthPoint:
     """A cache at the end of a stretch.
 
-    Parameters
-    ----------
-    tokens : int
-        Tokens held.
-    kl, kl_se : float
-        Mean KL of the stretch's tokens, nats, and its standard error; NaN where they did not fit.
-    needle, needle_se : float
-        Log-probability of the needles so far, less the exact cache's, mean and standard error.
-    bytes : int
-        Held by all layers.
-    bits : float, optional
-        Of a cache with a budget: mean bits of packed numbers (see ``stats()["budget"]``).
+    - `kl`, `kl_se`: of the stretch's tokens, nats; NaN where they did not fit.
+    - `needle`, `needle_se`: log-probability of the needles so far, less the exact cache's.
+    - `bits`: of a cache with a budget: mean bits of packed numbers.
     """
 
     tokens: int

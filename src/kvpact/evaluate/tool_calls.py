@@ -57,7 +57,7 @@ def _call(file: dict[str, str | int]) -> str:
 
 
 def _asked(depth: float, file: dict[str, str | int]) -> list[Question]:
-    """Return a question for each argument, which is asked behind those before it.
+    """Return a question for each argument, asked behind those before it.
 
     A text ends before its closing quotation mark, which tokenizers join with what follows.
     """

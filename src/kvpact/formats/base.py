@@ -22,11 +22,7 @@ Order = Literal["token", "channel"]
 
 
 class Places(NamedTuple):
-    """Where a unit of storage has the bytes of each of its tokens.
-
-    Token i is `pieces` pieces of `size` bytes, `step` bytes apart, of which the first lies at
-    `first[i]`.
-    """
+    """Where a unit has a token's bytes: `pieces` of `size` bytes, `step` apart, from `first[i]`."""
 
     first: tuple[int, ...]
     pieces: int

@@ -81,10 +81,7 @@ def block_words(blocks: Blocks) -> int:
 
 
 def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
-    """Pack codes of blocks of channels with unlike bits, 16 tokens side by side.
-
-    `codes`: `[..., 32, dim]` uint8; returns `[..., 2, words, 16]` int32.
-    """
+    """Pack blocks' codes `[..., 32, dim]` uint8, 16 tokens by side: `[..., 2, words, 16]` int32."""
     held = torch.split(codes, [dim for dim, _ in blocks], -1)
     out = []
     for width, parts in plane_runs(blocks):
@@ -137,10 +134,9 @@ def unpack_by_channel(words: Tensor, bits: int, interleave: int = 0) -> Tensor:
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
     """Return the bytes of codes, one code behind the other, the lowest bit of each first.
 
-    `codes`: `[B, T, N]` uint8; bits beyond a code's width are zero. `widths`: bits of each of the N
-    codes, 0 to 8. `heads`, `size`: each head takes `size` bytes of the string, which has zeros at
-    its end. Returns `[B, heads, T, size]` uint8. Bit i of the string is bit `i % 8` of byte
-    `i // 8`. Raises `FormatError`.
+    `codes`: `[B, T, N]` uint8; `widths`: bits of each of the N codes, 0 to 8, beyond which all are
+    zero. Returns `[B, heads, T, size]` uint8, zeros at the end of the string, of which bit i is bit
+    `i % 8` of byte `i // 8`. Raises `FormatError`.
     """
     which, shift = _places(widths, codes.device)
     if len(which) > 8 * heads * size:

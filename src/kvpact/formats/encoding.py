@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import TrellisForm
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,7 @@ class Encoding:
 
 
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:
-    """Return ascending boundaries as a search tree: the root at 1, the ends of i at 2i and 2i + 1.
-
-    `boundaries`: `2**n - 1` of them.
-    """
+    """Return `2**n - 1` ascending boundaries as a search tree: root at 1, ends of i at 2i, 2i+1."""
     count = len(boundaries) + 1
     tree, width = [0.0] * count, count
     for first in (1 << depth for depth in range(count.bit_length() - 1)):

@@ -19,7 +19,7 @@ from kvpact.errors import RegistrationError
 from kvpact.formats.base import Field, Order
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.fields import CodesField, GroupField, TokenField
-from kvpact.formats.packed import PackedFormat, integer_format
+from kvpact.formats.packed import PackedFormat
 from kvpact.units import TILE
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -240,24 +240,30 @@ class Form:
             return None
         if ops == ("mul t", "add g") and self.levels.kind == "grid":
             return None  # what kernels take off a grid's codes is not multiplied there
-        levels, shift = self.levels, self._name("add", False)
+        levels = self.levels
+        kind: Any = levels.number
         names: dict[str, Any] = {
             "scale": self._name("mul", True),
             "zero": self._name("add", True),
             "fold": self._name("mul", False),
-            "shift": shift,
+            "shift": self._name("add", False),
             "channels": self.channels,
             "group": 0 if self.group == 1 else self.group,
             "shift_scaled": ops == ("mul g", "add g", "mul t"),
         }
         if levels.kind == "grid":
-            adds = any(side.op == "add" for side in self.sides)
-            return integer_format(levels.bits, None if adds else levels.zero_code, **names)
+            # Up to 16 levels fit into the table of one vector register; more are computed: they are
+            # added to 2**23, where fp32 has no fractions.
+            kind = "table" if levels.bits <= 4 else "linear"
+            middle, count = 0.0, 1 << levels.bits
+            if any(side.op == "add" for side in self.sides):
+                middle = (count - 1) / 2 if kind == "table" else count / 2
+            numbers = tuple(float(code - (middle or levels.zero_code)) for code in range(count))
+            return PackedFormat(kind, levels.bits, numbers, middle=middle, **names)
         if levels.kind == "book":
             return PackedFormat("table", levels.bits, levels.values, unit=levels.unit, **names)
         if levels.kind == "raw":
             return PackedFormat("raw", levels.bits, codes=self.codes, **names)
-        kind: Literal["e4m3", "e5m2"] = "e4m3" if levels.number == "e4m3" else "e5m2"
         return PackedFormat(kind, levels.bits, **names)
 
     @cached_property

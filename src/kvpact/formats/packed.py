@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from kvpact.formats.trellis import TrellisForm
+
+@dataclass(frozen=True)
+class TrellisBlock:
+    """Channels with a trellis, and a rotation with signs of `seed`; without `bits` all are zero."""
+
+    dim: int
+    bits: int
+    states: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class TrellisForm:
+    """A vector: less its base, times its weights, in the order of its blocks.
+
+    Weights, order, deviations and the first key are the codec's `state()`, by these names and per
+    KV head; what is not there is 1, the order of channels, 1, or 0.
+
+    `interleave`: bits of the wider codes that kernels make of codes (see `formats.bitpack`).
+    `center`: tokens that share a mean; 0 for none.
+    """
+
+    blocks: tuple[TrellisBlock, ...]
+    interleave: int
+    center: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,25 +114,3 @@ class PackedFormat:
         """Whether a code is its level in two's complement, but for its top bit."""
         half = len(self.levels) // 2
         return bool(half) and self.levels == tuple(range(-half, half))
-
-
-def integer_format(bits: int, offset: int | None, **fields: Any) -> PackedFormat:
-    """Return the format of codes that are numbers, `offset` taken off.
-
-    Parameters
-    ----------
-    bits : int
-        Width of the codes.
-    offset : int or None
-        The code of zero; None where the grid has a zero or a shift of its own.
-    **fields
-        The other parameters of `PackedFormat`.
-    """
-    # Up to 16 levels fit into the table of one vector register; more are computed: they are added
-    # to 2**23, where fp32 has no fractions.
-    kind: Literal["table", "linear"] = "table" if bits <= 4 else "linear"
-    middle = 0.0
-    if offset is None:
-        middle = ((1 << bits) - 1) / 2 if kind == "table" else float(1 << (bits - 1))
-    levels = tuple(float(code - (offset or middle)) for code in range(1 << bits))
-    return PackedFormat(kind, bits, levels, middle=middle, **fields)

@@ -90,10 +90,9 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
 
 
 def weights_seen(model: Any) -> tuple[object, object]:
-    """Return what changes when weights do, and when another adapter is active; both cheap to read.
+    """Return what changes when weights do, and with the active adapter; both cheap to read.
 
-    Storages and versions tell of what PyTorch does; a number of each tensor tells of what is
-    written past it, through ``.data``.
+    Storages and versions tell of PyTorch's changes, a number of each tensor of those by ``.data``.
     """
     tensors, adapters = list[object](), list[object]()
     numbers: dict[torch.device, list[Tensor]] = defaultdict(list)

@@ -89,11 +89,9 @@ class AttendCall(NamedTuple):
 
 
 class TokenMemory:
-    """Memory of consecutive exact tokens, with room behind those that are there.
+    """Memory `[B, H, n, D]` of consecutive exact tokens, with room behind those that are there.
 
     What lies where never changes, so it is asked once: a step only counts.
-
-    `tensor`: `[B, H, n, D]`: the tokens, and the room.
     """
 
     __slots__ = ("dense", "head", "origin", "row", "start", "tensor", "token")
@@ -257,10 +255,7 @@ class Encoder(Protocol):
 
 
 def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
-    """Check what tokens are decoded into (see `Backend.decode`).
-
-    `out`: `[B, H, end - start, dim]`, the channels side by side.
-    """
+    """Check what tokens are decoded into: `[B, H, end - start, dim]`, channels side by side."""
     if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
         raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")
     if out.dtype not in DTYPES:
@@ -322,10 +317,7 @@ class Backend(Protocol):
         return ""
 
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
-        """Return why attention over new tokens without a past is not there; "" if it is.
-
-        `dim`: channels of the wider one of K and V. `dtype`: of the tokens.
-        """
+        """Return why attention without a past is not there, up to `dim` channels; "" if it is."""
         return ""
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:

@@ -28,13 +28,12 @@ Copy = Callable[[SegmentSource, Pick, Tensor], None]
 
 
 def chosen_calls(call: AttendCall, copy: Copy) -> list[AttendCall] | None:
-    """Return calls over the tokens that a sparse mask lets through; None where the mask is to say.
+    """Return calls over tokens that a sparse mask lets through; None where the mask is to say.
 
-    One for each row and, where the mask is not one for all heads and no codec has to do with
-    several, KV head, in this order: or else what any head chose is read for all of them. A call is
-    carried out by the mask where it lets more than half of the tokens through, where a codec
-    stores something for tokens together and not all of these are chosen, and where logits depend
-    on positions.
+    One for each row and, where masks differ by head and no codec has to do with several, KV head;
+    else what any head chose is read for all. The mask is to say where it lets more than half
+    through, where a codec stores something for tokens together that are not all chosen, and where
+    logits depend on positions.
     """
     config, view, mask = call.config, call.view, call.config.mask
     queries, batch = call.q.shape[2], call.q.shape[0]

@@ -52,10 +52,7 @@ def _positions(
 
 
 class RowOffset(NamedTuple):
-    """A key offset, and which token of each row stands at position 0.
-
-    `origin`: the token at position 0 of each row. None where it is each row's first.
-    """
+    """A key offset; `origin`: each row's token at position 0; None where that is its first."""
 
     offset: KeyOffset
     origin: tuple[int, ...] | None = None
@@ -97,16 +94,9 @@ class RowOffset(NamedTuple):
         """Return the offset with other tokens at position 0."""
         return self._replace(origin=origin)
 
-    def select(self, indices: Tensor) -> RowOffset:
-        """Return the offset of the given batch rows."""
-        return self._replace(origin=_selected(self.origin, indices))
-
 
 class RowRotation(NamedTuple):
-    """A key rotation, and which token of each row stands at position 0.
-
-    `origin`: the first token of each row that is no padding. None where it is each row's first.
-    """
+    """A key rotation; `origin`: each row's first token behind padding; None: its first one."""
 
     rotation: KeyRotation
     origin: tuple[int, ...] | None = None
@@ -129,14 +119,6 @@ class RowRotation(NamedTuple):
     def begun_at(self, origin: tuple[int, ...] | None) -> RowRotation:
         """Return the rotation with other tokens at position 0."""
         return self._replace(origin=origin)
-
-    def select(self, indices: Tensor) -> RowRotation:
-        """Return the rotation of the given batch rows."""
-        return self._replace(origin=_selected(self.origin, indices))
-
-
-def _selected(origin: tuple[int, ...] | None, indices: Tensor) -> tuple[int, ...] | None:
-    return None if origin is None else tuple(origin[row] for row in indices.tolist())
 
 
 KnownByPosition = RowOffset | RowRotation

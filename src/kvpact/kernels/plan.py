@@ -186,11 +186,9 @@ class Compute:
 
 
 class StreamPlan:
-    """Who encodes and decodes one stream.
+    """Who encodes and decodes one stream; `form`: how, where compiled code can.
 
-    - `device`, `dtype`: of its exact tokens.
-    - `form`: how, where compiled code can.
-    - `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
+    `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
     """
 
     before: StreamPlan | None = None
@@ -351,10 +349,6 @@ class Plan:
         codecs = self.k.codec, self.v.codec
         return self._attend.prompt(codecs, sides, q, seen) if self.alike else None
 
-    def count_prompt(self, encode: int, learn: int) -> None:
-        """Count what a runner of `prompt` did."""
-        self.compute.counts.add(self._name, encode=encode, learn=learn)
-
     @property
     def last_runner(self) -> StepRunner | None:
         """What `step` returned last, for any layer of which the same is planned."""
@@ -376,9 +370,9 @@ class Plan:
             self._runners["last"] = ref(runner)
         return runner
 
-    def count_step(self, steps: int, encodes: int) -> None:
-        """Count what was carried out by what `step` returned."""
-        self.compute.counts.add(self._name, attend=steps, encode=encodes)
+    def count(self, **operations: int) -> None:
+        """Count what runners of `prompt` or `step` did."""
+        self.compute.counts.add(self._name, **operations)
 
     def explain(self) -> list[Line]:
         """Return who does what, and why no better backend."""

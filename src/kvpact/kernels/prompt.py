@@ -28,10 +28,7 @@ class PromptSide(NamedTuple):
 
 
 class PromptPlace(NamedTuple):
-    """Where K or V of a layer's first tokens go.
-
-    `table`: of the slots, zeros (see `Where`); `tail`, `sinks`: `[B, H, n, D]` without gaps.
-    """
+    """Where K or V go: a `table` of zero slots; `tail`, `sinks`: `[B, H, n, D]` without gaps."""
 
     table: Table
     tail: Tensor

@@ -57,10 +57,7 @@ class Where(NamedTuple):
 
 
 class SegmentSource(Protocol):
-    """Reads the storage of a stream's slots, which lies in segments.
-
-    A source never changes: segments that are added, copied or dropped make another source.
-    """
+    """Reads a stream's segments of slots; it never changes: other segments make another source."""
 
     segment_tokens: int
     prepared: dict[str, Any]
@@ -108,10 +105,9 @@ class ListSource:
 
 
 class Pick:
-    """Which parts of one field's units are copied, for a row and some heads.
+    """Which parts of a field's units are copied, for a row and some heads.
 
-    - `items`: `[n]` int64, ascending: tokens, counted from the stream's first; or whole units.
-    - `inside`: items in a unit. `places`: where these lie in it.
+    `items`: `[n]` int64, ascending tokens of the stream, or whole units; `inside`: items in a unit.
     """
 
     def __init__(self, field: Field, row: int, heads: slice, items: Tensor, units: bool) -> None:

@@ -69,11 +69,7 @@ class StreamView(NamedTuple):
         return self.tail[:, :, start - self.exact_from : end - self.exact_from].contiguous()
 
     def place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return decoded tokens from `start` on with the sink tokens in their places.
-
-        `y`: `[B, H, t, D]`, overwritten; `make`: what a sink token `[B, H, S, D]` becomes before it
-        takes its place.
-        """
+        """Return decoded tokens from `start` on, overwritten with sinks as `make` makes them."""
         if self.sinks is None or self.sink_positions is None or start >= self.sink_end:
             return y
         whole, y = y, y[:, :, : self.sink_end - start]
@@ -87,10 +83,9 @@ class StreamView(NamedTuple):
         return whole
 
     def offset_logits(self, rows: Tensor, start: int, end: int) -> Tensor | None:
-        """Return what logits of packed tokens lack, for tokens `start <= t < end`; None: nothing.
+        """Return what packed tokens' logits lack, `[B, H, R, t]`, zero for sinks; None: nothing.
 
-        `rows`: `[B, H, R, D]`, the scaled queries, not transformed. Returns
-        `[B, H, R, end - start]`; zero for sink tokens.
+        `rows`: `[B, H, R, D]`, the scaled queries, not transformed.
         """
         if not isinstance(self.offset, RowOffset):
             return None
@@ -103,10 +98,7 @@ class StreamView(NamedTuple):
 
 
 class LayerView(NamedTuple):
-    """K and V of one layer at one moment, and each row's padding.
-
-    `k`, `v`: the streams; both hold `length` tokens. `padding`: `[B]` left-padding tokens.
-    """
+    """K and V of one layer, `length` tokens each, at one moment; `padding`: `[B]`, on the left."""
 
     k: StreamView
     v: StreamView

@@ -71,6 +71,8 @@ class Codec(ABC):
     rotation: KeyRotation | None = None
     max_abs: float = math.inf
     max_norm: float = math.inf
+    _packed_format: PackedFormat | None = None
+    _encoding: Encoding | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse a class that compares by value."""
@@ -136,11 +138,11 @@ class Codec(ABC):
 
     def packed_format(self) -> PackedFormat | None:
         """Return how compiled kernels decode the slots; None where only `decode` can."""
-        return None
+        return self._packed_format
 
     def encoding(self) -> Encoding | None:
         """Return how compiled kernels encode; None where only `encode` can."""
-        return None
+        return self._encoding
 
     def state(self) -> dict[str, Tensor]:
         """Return what the codec has learnt from tokens (see `methods.fitted`); mostly nothing."""

@@ -25,11 +25,7 @@ _STEPS = 127.0
 
 
 class Bases:
-    """The bases that there are, and the fields that tell of them.
-
-    `center`: tokens of a tile whose mean is a base; 0 for no mean. `first`: whether the first key
-    is a base.
-    """
+    """Fields of bases: the mean of `center` tokens (0: none), and the `first` key, if it is one."""
 
     def __init__(self, dim: int, center: int, first: bool) -> None:
         self._center, self._first = center, first
@@ -94,10 +90,7 @@ class Bases:
 
 
 def first_key(x: Tensor, context: Context) -> Tensor:
-    """Return the first key of a cache, `[H, D]` fp16: the mean of all rows'.
-
-    `x`: `[B, H, T, D]` fp32, the first tokens.
-    """
+    """Return the mean first key, `[H, D]` fp16, of all rows of first tokens `[B, H, T, D]` fp32."""
     keys, there = context.first(x)
     weight = there.to(x.dtype).view(-1, 1, 1, 1)
     total = tree_sum(keys * weight, 0).view(x.shape[1], x.shape[3])

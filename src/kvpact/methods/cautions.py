@@ -19,10 +19,9 @@ KEY_BIAS = "whose keys have a large bias (Qwen2, GPT-OSS, Phi, StarCoder2, GPT-N
 
 @dataclass(frozen=True)
 class Caution:
-    """One such combination.
+    """One such combination: `text` says what was measured, and what to take instead.
 
     - `applies`: tells whether a method for keys is meant.
-    - `text`: what was measured, and what to take instead.
     - `model`: which models are meant, `KEY_NORM` or `KEY_BIAS`; empty for all.
     """
 

@@ -37,10 +37,7 @@ _MAX_EXTRA = 0.25
 
 
 class HybridCodec(FittedCodec):
-    """Quantised coefficients on a frozen basis.
-
-    `rank`, `quant_bits`, `group`, `per_head`: as in `Hybrid`.
-    """
+    """Quantised coefficients on a frozen basis."""
 
     def __init__(
         self, dim: int, rank: int, quant_bits: int, group: int, per_head: bool, order: Order

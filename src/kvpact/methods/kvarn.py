@@ -81,10 +81,7 @@ def balance(x: Tensor) -> tuple[Tensor, Tensor]:
 def _rounded_rows(
     x: Tensor, bits: int, unit: Tensor | float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes, scale, zero and column balance of `[..., rows, columns]`.
-
-    The balance is a multiple of `unit`, which scale and zero lack.
-    """
+    """Return codes, scale, zero and column balance (times `unit`) of `[..., rows, columns]`."""
     row, column = balance(x)
     row, column = row / unit, half(column * unit, "balance")
     balanced = x / column.to(torch.float32)

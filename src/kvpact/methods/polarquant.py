@@ -61,10 +61,7 @@ def codebook(level: int, first: int) -> tuple[list[float], list[float]]:
 
 @lru_cache(maxsize=64)
 def _directions(level: int, first: int, inner: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, fp32, of a level's angles or (`inner`) of its boundaries.
-
-    The boundary below code i stands at i; those of level 1 that are beyond pi are left out.
-    """
+    """Return cosines and sines of a level's angles, or of its boundaries up to pi (`inner`)."""
     points, boundaries = codebook(level, first)
     if inner:
         points = [0.0, *boundaries]

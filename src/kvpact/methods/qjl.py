@@ -54,11 +54,7 @@ class DoubleHadamard:
 
 
 class SignCodec(Codec):
-    """Keys.
-
-    `dim`, `sketch`, `seed`: as in `QJL`. The first block is the transform; the others follow behind
-    it.
-    """
+    """Keys; the first block of the sketch is the transform, and the others follow behind it."""
 
     def __init__(self, dim: int, sketch: int, seed: int = 0) -> None:
         self._sketch, self._seed = sketch, seed

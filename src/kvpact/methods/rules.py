@@ -15,9 +15,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import RegistrationError
-from kvpact.formats.encoding import Encoding
 from kvpact.formats.form import CODEBOOK_RULES, DTYPES, RULES_OF, Form, Levels, Side
-from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import codebooks, numbers, uniform
 from kvpact.quantizers.codebooks import Codebook
@@ -64,6 +62,7 @@ class FormCodec(Codec):
             )
         self.form, self.transform = form, transform
         self.fields, self.group = form.fields, form.group
+        self._packed_format, self._encoding = form.packed_format, form.encoding
         self.max_abs, self.max_norm = max_abs, max_norm
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
@@ -76,14 +75,6 @@ class FormCodec(Codec):
         for side in self.form.sides:
             y = applied(side, y, arrays[side.name])
         return y
-
-    def packed_format(self) -> PackedFormat | None:
-        """As the form says."""
-        return self.form.packed_format
-
-    def encoding(self) -> Encoding | None:
-        """As the form says."""
-        return self.form.encoding
 
 
 def numbers_of(levels: Levels, codes: Tensor) -> Tensor:

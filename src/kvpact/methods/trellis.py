@@ -41,8 +41,7 @@ import torch
 from kvpact.methods.base import Codec
 from kvpact.methods.fitted import FittedMethod
 from kvpact.methods.trellis_codec import TrellisCodec
-from kvpact.methods.trellis_keys import TreatedKeys
-from kvpact.methods.trellis_learning import TrellisKeyCodec
+from kvpact.methods.trellis_learning import TreatedKeys, TrellisKeyCodec
 from kvpact.quantizers.trellis import STATES
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, Order, TokenField
 from kvpact.formats.bitpack import WORD, Blocks, planes
 from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat
-from kvpact.formats.trellis import TrellisBlock, TrellisForm
+from kvpact.formats.packed import PackedFormat, TrellisBlock, TrellisForm
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import trellis
 from kvpact.quantizers.numbers import from_e5m3, to_e5m3
@@ -50,10 +50,8 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
 class TrellisVectors:
     """Codes and a scale of rotated vectors, in blocks of channels with trellises of their own.
 
-    - `blocks`: channels and bits of each block; without bits its channels are zero.
-    - `order`: order of the packed codes; ``channel`` for one block alone.
-    - `seed`: of the first block's rotation; those of the others follow.
-    - `center`: tokens that share a mean; 0 for none.
+    - `blocks`: channels and bits of each; without bits zeros. `order`: ``channel`` for one block.
+    - `seed`: of the first block's rotation; the others' follow. `center`: tokens of a mean, or 0.
     """
 
     def __init__(
@@ -80,16 +78,9 @@ class TrellisVectors:
             self.interleave,
             center,
         )
-
-    def packed_format(self) -> PackedFormat:
-        """Return the format of the slots."""
-        bits = max(bits for _, bits in self.blocks)
-        return PackedFormat("trellis", bits, scale="scale", trellis=self.form)
-
-    def encoding(self) -> Encoding:
-        """Return how kernels encode."""
-        bits, group = max(bits for _, bits in self.blocks), self.form.center or 1
-        return Encoding("trellis", bits, LARGEST_TOKEN, group=group, trellis=self.form)
+        known: Any = {"group": center or 1, "trellis": self.form}
+        self.packed_format = PackedFormat("trellis", bits, scale="scale", trellis=self.form)
+        self.encoding = Encoding("trellis", bits, LARGEST_TOKEN, **known)
 
     def encode(self, y: Tensor) -> dict[str, Tensor]:
         """Return the arrays of vectors `[..., D]` fp32."""
@@ -134,10 +125,7 @@ class TrellisCodec(Codec):
         self._vectors = TrellisVectors(((dim, bits),), states, order, seed)
         (self.transform,) = self._vectors.rotations
         self.fields, self.form = self._vectors.fields, self._vectors.form
-
-    def encoding(self) -> Encoding:
-        """Describe `encode` to the native kernels."""
-        return self._vectors.encoding()
+        self._packed_format, self._encoding = self._vectors.packed_format, self._vectors.encoding
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Rotate, choose the scale, find the codes."""
@@ -146,7 +134,3 @@ class TrellisCodec(Codec):
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo all but the rotation."""
         return self._vectors.decode(arrays)
-
-    def packed_format(self) -> PackedFormat:
-        """One block, rotated as a whole."""
-        return self._vectors.packed_format()

@@ -13,10 +13,7 @@ GROUP = 64
 
 
 def to_integers(x: Tensor, axis: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return `x` as int8 and float32 scales, one for `GROUP` tokens along `axis` and a channel.
-
-    `first`: the number of its first token in the text, from which groups are counted.
-    """
+    """Return int8 and float32 scales of `GROUP` tokens of `axis`, the first of number `first`."""
     grouped = _grouped(x.float().movedim(axis, 0), first)
     scale = grouped.abs().amax(1) / 127
     codes = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()

@@ -38,10 +38,7 @@ def collected() -> Tensor | None:
 
 
 def by_row(flags: list[Tensor] | None, rows: int) -> list[Tensor] | list[None]:
-    """Return for each row whether all of its flags are good, 0-d; None where nothing is deferred.
-
-    `flags`: from `deferred`, `[rows]` or 0-d each.
-    """
+    """Return whether all flags (`[rows]` or 0-d) of each row are good; None if none is deferred."""
     if not flags:
         return [None] * rows
     good = torch.stack([flag.expand(rows) for flag in flags]).all(0)
@@ -54,10 +51,9 @@ def checks_are_deferred() -> bool:
 
 
 def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
-    """Raise `error()` unless a flag is True; or leave the flag to whoever collects.
+    """Raise `error()`, which may read the device, unless a 0-d flag is True; or collect the flag.
 
-    `good`: 0-d bool on any device; where checks are deferred it may be `[B]`, one for each row.
-    `error`: makes the error; may read from the device.
+    Where checks are deferred `good` may be `[B]`, one for each row.
     """
     if good.is_meta:
         return
@@ -69,10 +65,9 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
 
 
 def require_finite(x: Tensor, error: Callable[[], NonFiniteError], below: float = math.inf) -> None:
-    """Raise `error()` where a number is NaN or has a magnitude of `below` or more; see `require`.
+    """Raise `error()` for NaN or magnitudes of `below` or more; see `require`.
 
-    Rows of a batch may be sequences that have nothing to do with each other: where checks are
-    deferred, each has its own flag.
+    Where checks are deferred each row, which may be a sequence of its own, has its own flag.
     """
     if x.is_meta or not x.numel():
         return

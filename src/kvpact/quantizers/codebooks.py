@@ -37,11 +37,7 @@ from torch import Tensor
 
 
 class Codebook(NamedTuple):
-    """Levels and what they are multiples of.
-
-    `levels`: `2**bits` ascending, in units: whole numbers up to 6 bits. `unit`: a level's number
-    over its value; 1 from 7 bits on.
-    """
+    """Ascending levels, in units: whole numbers up to 6 bits; from 7 bits on `unit` is 1."""
 
     levels: tuple[float, ...]
     unit: float

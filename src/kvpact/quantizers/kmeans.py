@@ -31,8 +31,7 @@ def nearest(x: Tensor, words: Tensor) -> Tensor:
 def _nearest_by_cells(x: Tensor, words: Tensor) -> Tensor:
     """Return what `_scan` returns, looking at words near each vector's cell alone.
 
-    A vector at distance a from the centre of its cell and u from some word has its nearest word
-    within a + u of the centre.
+    At distance a from its cell's centre and u from some word, the nearest is within a + u of it.
     """
     centres = words[:: len(words) // _CELLS][:_CELLS]
     from_centre, cell = _distances(x, centres)
@@ -135,11 +134,10 @@ def _plus_plus(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
 def kmeans(
     x: Tensor, size: int, generator: torch.Generator, steps: int = 50, tolerance: float = 5e-4
 ) -> Tensor:
-    """Fit a codebook: a k-means++ start, then Lloyd's steps until they change nothing.
+    """Fit a codebook `[size, n]` fp32: a k-means++ start, then Lloyd's steps until nothing changes.
 
     `x`: `[N, n]` fp32, N at least `size`. `generator`: on the CPU; the result depends on its state.
-    `tolerance`: ends where a step takes less than this share of the error away. Returns `[size, n]`
-    fp32.
+    `tolerance`: ends where a step takes less than this share of the error away.
     """
     words, last = _plus_plus(x, size, generator), float("inf")
     for _ in range(steps):

@@ -41,10 +41,7 @@ def half(x: Tensor, what: str) -> Tensor:
 
 
 def to_fp8(x: Tensor, kind: str, saturate: bool) -> Tensor:
-    """Round to fp8 and return the bytes as uint8.
-
-    `saturate`: clamp to the largest number (True), or raise where a value is beyond it.
-    """
+    """Round to fp8 bytes, uint8; beyond the largest number clamp (`saturate`) or raise."""
     limit = torch.finfo(FP8[kind]).max
     if not saturate:
         require(

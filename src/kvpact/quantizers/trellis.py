@@ -79,10 +79,7 @@ def subset(window: int, states: int) -> int:
 
 
 def indices(codes: Tensor, states: int) -> Tensor:
-    """Return the index of the level of each code.
-
-    `codes`: `[..., D]` uint8, in the order of the trellis. Returns `[..., D]` uint8.
-    """
+    """Return the index of each code's level, `[..., D]` uint8, in the order of the trellis."""
     u = codes & 1
     c1 = u ^ u.roll(1, -1) ^ u.roll(_MEMORY[states], -1)
     return (codes >> 1) * 4 + c1 * 2 + u.roll(2, -1)
@@ -116,12 +113,10 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
 
 
 def encode_mixed(y: Tensor, bits: Sequence[int], importance: Tensor, states: int) -> Tensor:
-    """Return the codes of least weighted square error of numbers with unlike bits.
+    """Return the uint8 codes of least weighted square error of numbers with unlike bits.
 
-    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 for each
-    of the D numbers, none more than the one before. `importance`: `[D]` fp32: what the square error
-    of each number counts. `states`: as in `encode`, which see for how the first state is found.
-    Returns `[..., D]` uint8 codes.
+    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 of each,
+    never rising. `importance`: `[D]` fp32: what each square error counts. `states`: see `encode`.
     """
     flat = y.reshape(-1, y.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
@@ -153,10 +148,9 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def nearest_points(z: Tensor, bits: int) -> Tensor:
-    """Return the points of the four subsets that are nearest to each number.
+    """Return the nearest points of the four subsets, `[D, 4, N]` uint8, of `z` `[D, N]` in steps.
 
-    `z`: `[D, N]` fp32, in steps of the levels. Returns `[D, 4, N]` uint8: how many middles between
-    neighbours of a subset are below the number.
+    Points are numbers of middles between a subset's neighbours below.
     """
     of_subset = levels(bits, z.device).view(-1, 4).T
     middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()

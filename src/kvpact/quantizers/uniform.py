@@ -55,10 +55,7 @@ def affine_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_affine(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Return codes of `x` on the grid `zero + code * scale` as stored (fp16), uint8.
-
-    Values outside of the grid take its nearest end.
-    """
+    """Return uint8 codes of `x` on the fp16 grid `zero + code * scale`, or its nearest end."""
     scale, zero = scale.to(torch.float32), zero.to(torch.float32)
     codes = ((x - zero) * _reciprocal(scale)).round()
     return codes.clamp(0, (1 << bits) - 1).to(torch.uint8)

@@ -70,11 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the exact cache at the context, 16 bits a number, one sequence.
-
-    `covered`: of layers with full attention, which are compressed; `native`: of layers with a
-    bounded window, which stay exact.
-    """
+    """Bytes of a sequence's exact 16-bit cache: `covered`: compressed; `native`: of windows."""
 
     context: int
     covered: int
@@ -320,10 +316,7 @@ def _save_heat_map(
     choice: Mapping[Slot, str],
     path: str | PathLike[str],
 ) -> None:
-    """Draw the KL that each spec costs in K and in V of each layer, dots at what was chosen.
-
-    `costs`: spec -> layer -> nats per token, of K and of V. `path`: a PNG, SVG or PDF.
-    """
+    """Draw costs in nats, of K and V (spec -> layer -> KL), to a PNG, SVG or PDF; dots: chosen."""
     figure = new_figure((11, 7))
     from matplotlib.colors import LogNorm
 

@@ -78,10 +78,7 @@ def slot_bytes(spec: str, seen: Seen, context: int) -> dict[Slot, int]:
 
 
 def exact_sizes(seen: Seen, context: int) -> Sizes:
-    """Return the exact cache's bytes at a context.
-
-    Layers without K and V (linear attention) hold little, and nothing is known of it here.
-    """
+    """Return the exact cache's bytes at a context, without what linear attention holds: little."""
     if context < 1:
         raise RecommendationError(f"context {context} is not possible; take 1 or more tokens")
     covered = sum(slot_bytes("none", seen, context).values())

@@ -111,9 +111,8 @@ def measured_row(
 ) -> dict[str, Any]:
     """Return what a recipe's file tells of an evaluation: one line of its table.
 
-    `made_of_it`: whether the plan was made of this text: predictions are for that one alone.
-    Returns ``spec``, ``text``, ``percent`` (of the 16-bit cache's bytes at the plan's context),
-    ``kl_predicted`` (if `made_of_it`), ``kl`` and ``kl_se``, in nats per token.
+    ``percent`` is of the 16-bit cache's bytes at the plan's context; ``kl_predicted`` is there if
+    the plan was `made_of_it`, this text.
     """
     own = source == plan.recipe
     held = plan.recipe_bytes if own else plan.bytes_of(str(source))
@@ -136,11 +135,10 @@ def recipe_text(
     measured: Mapping[str, Any],
     ladder: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """Return the TOML of a recipe (see `kvpact.recipe`).
+    """Return the TOML of a recipe (see `kvpact.recipe`): a spec for all layers, or `Plan.recipe`'s.
 
-    `recipe`: a spec for all layers, or a recipe of `Plan.recipe`'s form. `num_layers`: layers of
-    the model; caches of other models refuse it. `measured`: the table ``measured``: texts and
-    numbers, and ``rows`` of them, if any. `ladder`: the table of that name.
+    `num_layers`: other models' caches refuse it. `measured`: the table ``measured``, with ``rows``;
+    `ladder`: the table of that name.
     """
     whole: Mapping[str, Any]
     whole = {"default": recipe, "layers": {}} if isinstance(recipe, str) else recipe

@@ -42,10 +42,9 @@ CANDIDATES = (
 
 
 class Costs(NamedTuple):
-    """What one spec costs on each layer.
+    """What one spec costs on each layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
 
-    `key`, `value`: layer -> ``[2, draws]``: costs of K and of V, and expected ones (see
-    `Sensitivity.noise`); `shrunk`: layer -> what V loses in length (see `Sensitivity.shrunk`).
+    `shrunk`: layer -> what V loses in length (see `Sensitivity`).
     """
 
     key: dict[int, Tensor]
@@ -94,10 +93,8 @@ def code_layers(
     """Return each candidate's costs on every layer, and why others can't hold the model's K and V.
 
     K and V go through a cache of one layer, so that codecs learn, groups are formed and key
-    offsets are taken off as in use; the window is off, so that all tokens are coded.
-
-    `offsets`: layer -> key offset (see `key_offsets`); `steps`: all of it takes `passes` forward
-    passes over a chunk.
+    offsets are taken off as in use; the window is off, so that all tokens are coded. `steps`: all
+    of it takes `passes` forward passes over a chunk.
     """
     seen = sensitivity.seen
     width = max(layer.k.shape[3] for layer in seen.layers.values())

@@ -156,7 +156,8 @@ class StreamOracle:
         self.given, self.shown = self.given[rows], self.shown[rows]
         self.groups = [{name: array[rows] for name, array in g.items()} for g in self.groups]
         if self.offset is not None:
-            self.offset = self.offset.select(integers(*rows))
+            origin = self.offset.origin
+            self.offset = self.offset.begun_at(origin and tuple(origin[i] for i in rows))
 
     def read(self, padding: Sequence[int]) -> Tensor:
         """Return what a cache should show, `[B, H, length, D]`.

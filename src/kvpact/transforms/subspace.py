@@ -14,11 +14,10 @@ from kvpact.errors import GeometryError
 
 
 def principal_directions(x: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
-    """Return the energies and the right singular vectors of tokens.
+    """Return the energies and the right singular vectors of finite tokens `[B, H, T, D]`.
 
-    `x`: `[B, H, T, D]` finite. `per_head`: one SVD per head, of `[B * T, D]`; else one for all, of
-    `[B * H * T, D]`. Returns `energy`: `[H or 1, D]` float64, descending, not below 0;
-    `directions`: `[H or 1, D, D]` float64, a direction a column.
+    `per_head`: one SVD per head, of `[B * T, D]`; else one for all. Returns float64 `[H or 1, D]`,
+    descending, not below 0, and `[H or 1, D, D]`, a direction a column.
     """
     gram = torch.zeros(x.shape[1], x.shape[3], x.shape[3], dtype=torch.float64, device=x.device)
     for row in x:

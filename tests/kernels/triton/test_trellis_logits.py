@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.trellis.bases import base_logits
-from kvpact.kernels.triton.trellis.numbers import trellis_numbers
+from kvpact.kernels.triton.trellis.numbers import base_logits, trellis_numbers
 from kvpact.kernels.triton.trellis.queries import packed_queries
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 
 ROWS, TOKENS = 4, 128
 BOUND = 1e-6

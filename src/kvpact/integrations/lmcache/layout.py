@@ -28,10 +28,7 @@ from kvpact.integrations.chunks import Shape
 
 @dataclass(frozen=True)
 class CPUPages:
-    """The pages of vLLM's CPU worker: `tokens` of each (``--block-size``), and their `orders`.
-
-    These are, by dtype, the places of K's and of V's numbers (`cpu_attention.page_orders`).
-    """
+    """vLLM's pages on a CPU, of `tokens`; `orders`: by dtype, where K's and V's numbers lie."""
 
     tokens: int
     orders: Callable[[torch.dtype], tuple[Tensor, Tensor]]
@@ -61,10 +58,7 @@ class ChunkLayout:
         return f"heads of width {self.head_dim} and {self.value_dim}{pages}"
 
     def check_model(self, name: str) -> None:
-        """Raise `GeometryError` where these are not the widths in a model's config.
-
-        Chunks do not tell their widths; a config that is not on this machine, neither.
-        """
+        """Raise `GeometryError` where a model's config, if it is here, has other widths."""
         right = _model_widths(name)
         if right is not None and right != (self.head_dim, self.value_dim):
             raise GeometryError(

@@ -25,12 +25,9 @@ def model_budget(
     rungs: Sequence[SpecLike] | None,
     context: int | None = None,
 ) -> Budget:
-    """Return the budget of a model's compressed layers; see `create_cache`.
+    """Return the budget of a model's compressed layers, less full windows and states of others.
 
-    `spec`: what the cache begins with; exact if omitted. What windows and states of other layers
-    take, once they are full, is set aside.
-
-    Raises `SpecError`.
+    `spec`: what the cache begins with; exact if omitted. Raises `SpecError`.
     """
     if amount is None:
         raise SpecError("rungs and context go with a budget")

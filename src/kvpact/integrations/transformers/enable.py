@@ -19,7 +19,7 @@ from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.integrations.transformers.served import Served, watch_calls, watch_no_calls
+from kvpact.integrations.transformers.served import Served, tell_of_exact, watch_no_calls
 from kvpact.integrations.transformers.versions import (
     CACHE,
     CACHE_NAMES,
@@ -300,7 +300,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
             return Enabled(model, changed=False)
         maker.install()
         _StateMaker(model, _STATE).install()
-        watch_calls(model)
+        model.register_forward_pre_hook(tell_of_exact, with_kwargs=True)
         if hasattr(type(model), _BATCHING):
             _NoBatching(model, _BATCHING).install()
     return Enabled(model, changed=True)

@@ -44,11 +44,6 @@ class EntriesLayer(IndexKeys):
         self.forget_keys()
 
     @property
-    def _overlaps(self) -> bool:
-        """Whether an entry shares tokens with the one before."""
-        return hasattr(self, "overlap_kv")
-
-    @property
     def values(self) -> Tensor:
         """The window's V, which is its K."""
         return self.keys
@@ -110,7 +105,8 @@ class EntriesLayer(IndexKeys):
     def check_parts(self, parts: Mapping[str, Tensor], tokens: int) -> None:
         """Raise `GeometryError` unless parts of a snapshot are what so many tokens leave."""
         rest, count = tokens % self.compress_rate, self.entries(tokens)
-        kinds = (_BUFFERS if rest else ()) + (_OVERLAPS if count and self._overlaps else ())
+        shares = hasattr(self, "overlap_kv")  # an entry, tokens with the one before
+        kinds = (_BUFFERS if rest else ()) + (_OVERLAPS if count and shares else ())
         wanted = {f"{kind}.{state}" for kind in kinds for state in range(len(self.buffer_kv))}
         wanted |= {"index_tail"} if count and "indexer" in self.buffer_kv else set()
         held = {name for name in parts if "." in name or name == "index_tail"}

@@ -70,10 +70,7 @@ class LayerFacts(NamedTuple):
 
 
 def check_heads(config: Any, geometry: CacheGeometry) -> None:
-    """Raise `GeometryError` where a config tells of other KV heads or wider keys than these.
-
-    A process of several (tensor parallelism) may hold its part of the heads.
-    """
+    """Raise `GeometryError` unless a config has such keys, or more heads (tensor parallelism)."""
     facts = layer_facts(config)
     by_layer = zip(configs_by_layer(config), facts.types, strict=False)
     latents = facts.latent_widths or getattr(config, "kv_lora_rank", None)

@@ -73,10 +73,7 @@ class Gaps(NamedTuple):
 
 
 def gaps_of(records: Sequence[RecordState], tokens: int) -> tuple[Gaps, list[RecordState]]:
-    """Return the gaps of a snapshot that stands at so many tokens, and its other records.
-
-    Raises `GeometryError`.
-    """
+    """Return gaps and other records of a snapshot at so many tokens; raises `GeometryError`."""
     others = [record for record in records if record.name != NAME]
     found = [record.tensor for record in records if record.name == NAME]
     if not found:

@@ -47,11 +47,7 @@ def _refuse(gradient: Tensor) -> None:
 
 
 class KVHandle(Tensor):
-    """K or V of all tokens of a layer, without the numbers.
-
-    `pending`: the tokens of one `update` (`tokens.NewTokens`, `latent.HeadTokens`); `side`: ``k``
-    or ``v``.
-    """
+    """K or V (`side`) of all tokens of a layer without numbers; `pending`: an `update`'s."""
 
     pending: Any
     side: str
@@ -80,7 +76,13 @@ class KVHandle(Tensor):
         """Run any operation on decompressed tensors."""
         given = torch.utils._pytree.tree_leaves((args, kwargs or {}))
         if any(isinstance(x, KVHandle) and not x.pending.fresh for x in given):
-            say_once("decompressed", _decompressed(func))
+            say_once(
+                "decompressed",
+                f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in "
+                "every step: right, but slower and with a whole layer in memory; the padding of a "
+                "batch is not known on this way and may be held as sink tokens. For attention over "
+                "the compressed cache call model.set_attn_implementation('kvpact')",
+            )
         args, kwargs = torch.utils._pytree.tree_map_only(
             KVHandle, lambda handle: handle.materialize(), (args, kwargs or {})
         )
@@ -118,12 +120,3 @@ def new_pair(tokens: Any, k: Tensor, v: Tensor, total: int, like: tuple[object, 
 _x = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="cpu")
 UNUSED = new_pair(None, _x, _x, 1, ()).references()
 """References to the handles of a pair that nothing else refers to."""
-
-
-def _decompressed(func: Any) -> str:
-    return (
-        f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in every "
-        "step: right, but slower and with a whole layer in memory; the padding of a batch is "
-        "not known on this way and may be held as sink tokens. For attention over the "
-        "compressed cache call model.set_attn_implementation('kvpact')"
-    )

@@ -15,11 +15,9 @@ from kvpact.quantizers.channels import GROUP, to_integers
 
 
 class IndexKeys:
-    """The part of a layer that holds keys of an index.
+    """Keys of an index: 8-bit `index_codes` `[B, n, D]`, `index_scale` for each 64 tokens.
 
-    Keys are 8-bit integers, `index_codes` `[B, n, D]`, with `index_scale` per channel over 64
-    tokens; at least the last 64 tokens are exact, `index_tail` `[B, T - n, D]`, and all of them
-    where K is.
+    `index_tail` `[B, T - n, D]`: exact, at least the last 64 tokens, and all where K is.
     """
 
     _shared: SharedState
@@ -47,10 +45,7 @@ class IndexKeys:
         self._pack()
 
     def append_keys(self, new: Tensor) -> Tensor:
-        """Append keys `[B, S, D]`; return those of all tokens, the new ones as they are.
-
-        In a step of a few tokens packed ones are not dequantised: a handle stands for them.
-        """
+        """Append keys `[B, S, D]`; return all, the new ones exact; for few tokens a handle."""
         tail, new = self.index_tail, new.detach()
         if not new.shape[1]:  # of entries that are not whole yet
             held = self.indexer_keys

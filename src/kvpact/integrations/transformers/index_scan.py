@@ -22,10 +22,7 @@ _F32 = torch.float32
 
 
 class PackedKeys(NamedTuple):
-    """Keys of one index: `codes` and `scale` of the first, `tail` `[B, m, D]` of the others.
-
-    `requested`: the backend that was asked for.
-    """
+    """An index' keys: `codes`, `scale`, then `tail` `[B, m, D]`; the backend `requested`."""
 
     codes: Tensor
     scale: Tensor

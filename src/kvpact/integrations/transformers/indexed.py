@@ -34,10 +34,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
 
     @untraced
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append keys of the index `[B, S, D]`; return those of all tokens.
-
-        Raises `KVPactError` where a call was interrupted between K and them.
-        """
+        """Append keys `[B, S, D]`; return all. Raises `KVPactError` after an interrupted call."""
         total, count = self.get_seq_length(), self.key_count or 0
         if self._first is None:
             self._first = total == count

@@ -364,9 +364,9 @@ def attentions_without_values(model: Any) -> dict[int, Any]:
 
 
 def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
-    """Return what makes keys of values, by layer, for those of `layers` that have no `v_proj`.
+    """Return what makes keys, by layer, for those of `layers` that have no `v_proj`.
 
-    Raises `SpecError` where no layer of the model does so, or its RoPE depends on lengths.
+    Raises `SpecError` where there is no such layer, or RoPE depends on lengths.
     """
     if not hasattr(model, "modules"):
         raise SpecError("k_eq_v=True makes keys by a model's weights: give the model, no config")

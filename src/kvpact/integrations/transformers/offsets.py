@@ -38,10 +38,7 @@ class _Projection(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Attention modules whose keys may have an offset: with parents, and the RoPE.
-
-    `gather`: what `kvpact.integrations.weights.gathers` says of the model.
-    """
+    """Attention modules with parents and RoPE, whose keys may have an offset; see `gathers`."""
 
     modules: Sequence[tuple[ref[Any], ...]]
     gather: bool
@@ -190,10 +187,7 @@ def _key_linear(attention: Any) -> Any:
 
 
 def _projection(attention: Any, parent: Any = None, gather: bool = False) -> _Projection | None:
-    """Return how keys are made, if they are cached as they are projected and rotated.
-
-    Raises `MismatchError` where their bias can't be read.
-    """
+    """Return how cached keys are projected; raises `MismatchError` where a bias can't be read."""
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     linear = _key_linear(attention)
     if dim is None or _has_key_norm(attention):

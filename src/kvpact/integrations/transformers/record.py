@@ -42,9 +42,9 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """What the latest pass showed: `layers` that attend to all tokens, and `bounded` ones.
+    """What the latest pass showed: `layers` that attend to all tokens (`wanted`), `bounded` ones.
 
-    `wanted`: layers that `layers` has to hold; `read`: what these attend to (see `ReadTokens`).
+    `read`: what these attend to (see `ReadTokens`).
     """
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)
@@ -137,10 +137,7 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
-    """Show what a model's attention is given, in `Seen`, as long as the context lasts.
-
-    Every pass attends exactly, but for what `Seen.read` puts in the place of K and V.
-    """
+    """Show exact attention in `Seen` during the context, but for what `Seen.read` puts in."""
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
     AttentionInterface.register(RECORDING, _recording)
     AttentionMaskInterface.register(RECORDING, sdpa_mask)

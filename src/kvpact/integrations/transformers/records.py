@@ -118,10 +118,7 @@ def attributes_of(layer: Any) -> tuple[Attribute, ...]:
 
 
 def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
-    """Return what a layer holds. Raises `KVPactError` where that is not all in `RECORDS`.
-
-    `whole`: packed streams as a whole, which can be cut at any token, instead of their parts.
-    """
+    """Return what a layer holds, streams `whole` or in parts; raises `KVPactError` if unknown."""
     attributes, found = attributes_of(layer), []
     known = {attribute.name for attribute in attributes}
     for name, value in vars(layer).items():
@@ -183,11 +180,7 @@ def forget(layer: Any) -> None:
 
 
 def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
-    """Return how many tokens layers hold, and `counts` say. Raises `SnapshotError` if unlike.
-
-    Layers with nothing but a state count none, so an interrupt behind the last layer that counts is
-    not seen.
-    """
+    """Return how many tokens layers and `counts` hold; raises `SnapshotError` if unlike."""
     for layer in layers.values():
         if hasattr(layer, "cumulative_length") and layer.is_initialized:
             counts.add(layer.get_seq_length())

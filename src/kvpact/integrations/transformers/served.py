@@ -59,13 +59,8 @@ class Served:
             }
 
 
-def watch_calls(model: nn.Module) -> None:
-    """Let the first call of a model without a cache, outside of `generate`, be told."""
-    model.register_forward_pre_hook(tell_of_exact, with_kwargs=True)
-
-
 def watch_no_calls(state: dict[str, Any]) -> None:
-    """Undo `watch_calls` in a module's own attributes, in place: torch's handles refer to them."""
+    """Remove `tell_of_exact` from a module's own attributes, in place: handles refer to them."""
     hooks = state["_forward_pre_hooks"]
     for key in [key for key, hook in hooks.items() if hook is tell_of_exact]:
         del hooks[key], state["_forward_pre_hooks_with_kwargs"][key]

@@ -62,8 +62,9 @@ def _shape(
 ) -> LayerShape:
     held = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
     keys, values = held.pop("keys", None), held.pop("values", None)
+    # Some are wider than the model's numbers, whatever those are.
     states = [
-        x
+        x if x.dtype != _DTYPE else x.to(dtype)
         for name in ("conv_states", "recurrent_states", "overlap_kv", "overlap_gate")
         for x in getattr(layer, name, {}).values()
         if isinstance(x, Tensor)
@@ -73,7 +74,7 @@ def _shape(
         kind,
         kind in COMPRESSED,
         limit=None if window is None else window - 1,
-        state_bytes=sum(x.numel() * _itemsize(x, dtype) for x in states),
+        state_bytes=sum(x.nbytes for x in states),
         index_width=sum(x.numel() // _TOKENS for x in held.values() if _TOKENS in x.shape),
     )
     if keys is None or values is None:
@@ -94,8 +95,3 @@ def _shape(
     heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     mla = heads == 1 and key_dim == getattr(config, "kv_lora_rank", None)
     return shape._replace(heads=heads, key_dim=key_dim, value_dim=value_dim, latent=mla)
-
-
-def _itemsize(state: Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a state's numbers: some are wider than the model's, whatever that is."""
-    return dtype.itemsize if state.dtype == _DTYPE else state.dtype.itemsize

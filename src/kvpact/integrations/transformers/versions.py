@@ -111,10 +111,7 @@ def configs_by_layer(config: PreTrainedConfig) -> list[Any]:
 
 
 def cache_layers(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the type of each cache layer of a decoder, and the options of its class.
-
-    Raises `VersionError` for a type that only newer versions keep in a cache of theirs.
-    """
+    """Return types and options of a decoder's cache layers; `VersionError` for newer ones."""
     ask = getattr(cache_utils, "get_layer_types_and_kwargs", None)
     types, options = _asked(config) if ask is None else ask(config)
     if not isinstance(options, dict):  # from 5.19 on for each layer

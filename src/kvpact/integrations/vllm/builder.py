@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvpact.integrations.vllm.calibrated import calibration, calibration_file
-from kvpact.integrations.vllm.metrics import show_pages
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
 from kvpact.integrations.vllm.window import SLACK, Row, waves
@@ -29,10 +28,7 @@ CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 
 @dataclass
 class KVPactMetadata(AttentionMetadata):
-    """One batch, in parts of which each reads what the earlier ones store, and their prompts' runs.
-
-    `cut`: the starts of those sequences that one of the layers has cut.
-    """
+    """One batch in waves, and their prompts' runs; `cut`: starts of cut sequences."""
 
     parts: list[tuple[list[Row], list[Run]]]
     cut: set[int] = field(default_factory=set)
@@ -236,3 +232,24 @@ def _pages(spec: AttentionSpec, sliding: int, config: Any) -> str:
     if sliding:
         return f"{count:,} pages, of {spec.block_size} tokens here"
     return f"pages for {count * spec.block_size:,} tokens"
+
+
+PAGES = {
+    "page_bytes": "Bytes of a page in one layer.",
+    "page_tokens": "Tokens of a page.",
+    "capacity_ratio": "How many times the tokens of pages in the dtype fit into the same memory.",
+}
+"""Names of the gauges, and what they show."""
+
+
+def show_pages(labels: dict[str, str], **values: float) -> None:
+    """Set the gauges of `PAGES`, ``vllm:kvpact_…``, for layers of one spec."""
+    for name, value in values.items():
+        _gauge(name, tuple(labels)).labels(**labels).set(value)
+
+
+@cache
+def _gauge(name: str, labels: tuple[str, ...]) -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(f"vllm:kvpact_{name}", PAGES[name], labels, multiprocess_mode="mostrecent")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
@@ -23,9 +21,8 @@ from kvpact.spec import Spec
 class StoredForm:
     """Layers of one rank in the order of the model, and how their tokens are stored.
 
-    `geometry`: the rank's heads, with the model's dtype; `page`: tokens of one of vLLM's pages;
-    `rank`, `ranks`: which of how many ranks: each has other heads; `learnt`: what the codecs of
-    each layer learnt, of all ranks' heads, so that it is part of all keys.
+    `geometry`: the rank's heads; `page`: tokens of vLLM's; `rank` of `ranks` has other heads;
+    `learnt`: of each layer's codecs, of all ranks' heads, as a part of all keys.
     """
 
     layers: tuple[str, ...]
@@ -57,11 +54,6 @@ class StoredForm:
     def kind(self, identity: Identity, chunk: int) -> ChunkKind:
         """Return the kind of chunks of one model, adapter and tenant."""
         return ChunkKind(self.specs, self.geometry, self.codecs, identity, chunk)
-
-
-def in_order(layers: Sequence[str]) -> tuple[str, ...]:
-    """Return names of layers in the order of the numbers in them."""
-    return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
 
 
 @dataclass(frozen=True)

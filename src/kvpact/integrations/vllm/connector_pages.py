@@ -19,10 +19,9 @@ Copied = list[Tensor]
 
 
 class PackedPages:
-    """The pages of a layer, `[P, H, N, C]`, that hold kvpact's slots.
+    """Pages of a layer, `[P, H, N, C]`, that hold kvpact's slots.
 
-    A chunk has each field's bytes for all its pages, `[H, units, *shape]`, those of K before those
-    of V: what `PrefixCache` stores of a layer.
+    A chunk has each field's bytes for its pages, `[H, units, *shape]`, K's first.
     """
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:
@@ -72,10 +71,9 @@ class _BlockSlots(NamedTuple):
 
 
 class PlainPages(PackedPages):
-    """The pages of a layer, `[P, H, N, 2 * D]`, that hold tokens as they are, half of them K.
+    """Pages of a layer, `[P, H, N, 2 * D]`, that hold tokens as they are, half of them K.
 
-    `form`: what chunks hold of a page; `orders`: where in its half of a page the number
-    ``token * D + channel`` of K, and of V, lies, `[N * D]` int64.
+    `orders`: where ``token * D + channel`` of K, and of V, lies in its half, `[N * D]` int64.
     """
 
     def __init__(

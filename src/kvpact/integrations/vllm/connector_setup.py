@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.vllm.calibrated import calibration, learnt_of
-from kvpact.integrations.vllm.connector_form import StoredForm, in_order
+from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.dtype import TAKEN
 from kvpact.integrations.vllm.setting import (
     SETTING,
@@ -48,7 +49,8 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredFor
     ):
         if there:
             _refuse(what)
-    pages, layers = groups[0].kv_cache_spec, in_order(groups[0].layer_names)
+    pages, names = groups[0].kv_cache_spec, groups[0].layer_names
+    layers = tuple(sorted(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
     if isinstance(pages, UniformTypeKVCacheSpecs):  # as many tokens, of unlike bytes
         if any(each.sliding_window is not None for each in pages.kv_cache_specs.values()):
             _refuse("models with several kinds of layers")

@@ -171,10 +171,7 @@ IDLE = 0.01
 
 
 class Job(Future[Any]):
-    """The future of something that a `Lane` does: `work` is called with it.
-
-    `stopped`: nobody waits for it any more; `progress`: whatever `work` notes there.
-    """
+    """The future of a `Lane`'s `work`, which notes `progress`; `stopped`: nobody waits."""
 
     def __init__(self, work: Callable[[Job], Any]) -> None:
         super().__init__()

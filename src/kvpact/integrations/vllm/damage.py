@@ -71,10 +71,9 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
 
 
 class Watch:
-    """The flags of all layers of a process, for the `rows` of the batch that runs.
+    """Flags of all layers, for the `rows` of the batch that runs, by the page of a row's end.
 
-    A page's flag tells of the row whose last token lies there; whoever makes the next batch reads
-    all at once, so that no step waits for a check.
+    Whoever makes the next batch reads all at once, so that no step waits for a check.
     """
 
     def __init__(self, device: str) -> None:

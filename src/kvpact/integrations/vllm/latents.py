@@ -25,10 +25,7 @@ from kvpact.kernels import absorb_query, expand_output
 
 @dataclass
 class LatentMetadata(KVPactMetadata):
-    """One batch; all of its tokens go to `LatentImpl.forward_mha`.
-
-    What vLLM counts as decodes it absorbs itself, and hands over without the new latents.
-    """
+    """One batch, all for `forward_mha`: what vLLM counts as decodes lacks the new latents."""
 
     num_actual_tokens: int = 0
     num_prefills: int = 0

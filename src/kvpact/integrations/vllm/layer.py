@@ -284,10 +284,7 @@ class PagedLayer:
             self._windows.append(window, (k, v))
 
     def _pack(self, row: Row, window: Window, new: Tensor | None = None) -> None:
-        """Pack keys up to the end of the last group that is whole; others wait in the window.
-
-        `new`: the row's new keys, where they are not in the window.
-        """
+        """Pack keys up to the last whole group; `new`: the row's, where the window lacks them."""
         start, end = window.packed, row.length - row.length % self._group
         if start < end and self._group > 1:
             x = window.memories[0].tokens(start, end if new is None else row.held)

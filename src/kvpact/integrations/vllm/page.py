@@ -20,10 +20,7 @@ from kvpact.methods import Codec
 
 
 class PageForm:
-    """Where the fields of K and V lie in a head's part of a page.
-
-    `content`: bytes of one token and head, K and V together: the C of vLLM's pages.
-    """
+    """Fields of K and V in a head's part of a page; `content`: bytes of a token, vLLM's C."""
 
     def __init__(self, k: Codec, v: Codec, tokens: int) -> None:
         least = page_unit(k, v)

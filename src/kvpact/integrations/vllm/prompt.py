@@ -43,9 +43,8 @@ class Sequences(NamedTuple):
 
 
 class Scratch:
-    """Pages of exact tokens for one call at a time, shared by all layers.
+    """Pages of exact tokens for one call at a time, for all layers; `kernel` attends over them.
 
-    `kernel`: attends over them (`cpu_attention.OwnKernel`, which vLLM's CPU worker can import);
     `tokens`: of the longest sequence, at least; `nbytes`: memory, once such a one has come.
     """
 

@@ -59,10 +59,7 @@ def served_specs(num_layers: int) -> list[Spec]:
 
 
 def check_serves(spec: Spec, setting: str = SETTING, calibrated: bool = False) -> None:
-    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
-
-    `calibrated`: whether there is a file of what codecs learnt.
-    """
+    """Raise `SpecError` where shared pages can't hold a spec's tokens; `calibrated`: by a file."""
     ways = (
         "take 'turboquant', 'int', 'fp8', 'none' or "
         "'trellis:center=0,first=false,weights=false,blocks=false', with sinks=0"

@@ -111,13 +111,10 @@ class NativeCall(NamedTuple):
 
 
 def native_call(call: AttendCall, out: int) -> NativeCall:
-    """Return the arguments of a checked call.
+    """Return the arguments of a checked call, with `out`, the address of its fp32 output.
 
-    The view and the tokens have to stay as long as the arguments are used, and nobody may write to
-    them. `out` is the address of `B * H_q * q_len * D_v` fp32 numbers.
-
-    Raises `CorruptState` where K and V hold unlike numbers of tokens: memory that is not the
-    cache's would be read.
+    The view and the tokens have to stay, unwritten, as long as the arguments are used. Raises
+    `CorruptState` where K and V hold unlike numbers of tokens: other memory would be read.
     """
     view, k, v, q, config, padding, _ = call
     batch, q_heads, queries, _ = q.shape

@@ -20,9 +20,8 @@ from kvpact.kernels.base import (
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.kernels.cpu.index import gather
-from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
-from kvpact.kernels.cpu.prompt import CpuPrompt
+from kvpact.kernels.cpu.prompt import CpuPrompt, learn, reason
 from kvpact.kernels.cpu.prompt import covers as covers_prompt
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers

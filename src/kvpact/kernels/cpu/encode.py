@@ -31,10 +31,7 @@ _ADDRESS = ctypes.sizeof(ctypes.c_void_p)
 
 
 class CodecEncoder(CodecArguments):
-    """A `kvp_encode_args`: how tokens become slots, as the codec's `encode` makes them.
-
-    `limit`: tokens without a larger magnitude can't fail.
-    """
+    """A `kvp_encode_args`; tokens without a larger magnitude than `limit` can't fail."""
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]] = WeakKeyDictionary()
     names = ("codes", "scale", "zero", "mean", "balance", "base", "step")
@@ -78,10 +75,7 @@ def placed(codec: Codec, encoder: CodecEncoder, source: SegmentSource) -> ctypes
 
 
 class CpuEncoder:
-    """Encodes tokens natively.
-
-    `codec`: whose slots they are; `CodecEncoder.of(codec).reason` is empty.
-    """
+    """Encodes tokens natively, of a codec with no `CodecEncoder.reason`."""
 
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
         self._library, self._codec = library, codec

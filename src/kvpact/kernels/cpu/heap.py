@@ -157,10 +157,7 @@ class Hold:
 
 @contextmanager
 def giving_back(size: int = LARGE) -> Iterator[None]:
-    """Give back what a call took in between that makes copies, of `size` bytes a layer.
-
-    Of few bytes nothing is given back: large blocks alone come from the system all the while.
-    """
+    """Give back what a call that makes copies took in between; nothing of few bytes a layer."""
     hold = Hold()
     hold.begin(FEW + 1, size, torch.device("cpu"))
     try:

@@ -1,4 +1,11 @@
-"""Finds and loads the shared library, and chooses the instruction set."""
+"""Finds and loads the shared library, and chooses the instruction set.
+
+Native calls run on the threads of the OpenMP library that torch has loaded. After each of its
+parallel regions torch's threads wait for the next one on the cores, for some milliseconds. Threads
+of kvpact's own would have to take the cores from them, so its calls are regions of the same
+library. Where there is none, where its threads sleep between their regions
+(``OMP_WAIT_POLICY=passive``), and in a child of fork, kvpact has its own.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,36 @@ import sys
 from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.openmp import entries
 from kvpact.kernels.cpu.structs import ABI, FUNCTIONS
+
+_LINKED = {"win32": "libiomp5md.dll", "darwin": "libtorch_cpu.dylib"}
+_LLVM = "__kmpc_fork_call", "__kmpc_global_thread_num", "__kmpc_push_num_threads"
+
+
+def entries() -> tuple[int, int, int, int]:
+    """Return the addresses that `kvp_openmp` takes; of OpenMP's two kinds one, or none."""
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+        return 0, 0, 0, 0
+    linked = Path(torch.__file__).parent / "lib" / _LINKED.get(sys.platform, "libtorch_cpu.so")
+    # As torch's own calls are resolved: what the whole process sees comes first.
+    places: list[str | None] = [] if sys.platform == "win32" else [None]
+    places += [str(linked)] * linked.is_file()
+    for library in map(ctypes.CDLL, places):
+        gomp, *llvm = (_address(library, name) for name in ("GOMP_parallel", *_LLVM))
+        if gomp or all(llvm):
+            return (gomp, 0, 0, 0) if gomp else (0, llvm[0], llvm[1], llvm[2])
+    return 0, 0, 0, 0
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    found: Any = getattr(library, name, None)
+    return ctypes.cast(found, ctypes.c_void_p).value or 0
+
 
 LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4, "avx512vbmi": 16}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
@@ -24,9 +57,8 @@ def file_name(platform: str = sys.platform) -> str:
 
 
 class NativeLibrary:
-    """The loaded library at one instruction set.
+    """The loaded library at the last of `levels`, the processor's instruction sets up to the cap.
 
-    `levels`: keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
     `openmp`: whether calls run on the threads of torch's OpenMP.
     """
 

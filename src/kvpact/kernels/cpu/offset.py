@@ -23,10 +23,7 @@ SLACK = 64
 
 
 class _Table:
-    """Cosines and sines by frequency and position, alike scaled and rounded.
-
-    A table that is too small is replaced: whoever reads the old one keeps it.
-    """
+    """Cosines and sines by frequency and position; who reads a replaced table keeps it."""
 
     def __init__(self, scaling: float, dtype: torch.dtype) -> None:
         self._scaling, self._dtype, self._lock = scaling, dtype, threading.Lock()

@@ -105,11 +105,9 @@ class CodecArguments:
 
 
 class SlotFormat(CodecArguments):
-    """A `kvp_stream`: how slots become numbers.
+    """A `kvp_stream`: how slots become numbers; `attend_reason`: why no kernel attends over them.
 
-    - `attend_reason`: why no kernel attends over them.
-    - `whole`: whether the kernel for few query rows multiplies levels as whole numbers, where the
-      processor can: `whole_format` in C.
+    `whole`: whether levels may be multiplied as whole numbers: `whole_format` in C.
     """
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]] = WeakKeyDictionary()

@@ -54,11 +54,7 @@ def _nothing() -> None:
 
 
 class CpuStep(StepRunner):
-    """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
-
-    `call`: a call like those to come, which `covers` lets pass; its view is of the slots that they
-    read and write.
-    """
+    """What stays from step to step of a layer, of calls like `call`: shapes, rules, places."""
 
     def __init__(self, library: NativeLibrary, call: AttendCall) -> None:
         assert call.view is not None and call.k is not None and call.v is not None

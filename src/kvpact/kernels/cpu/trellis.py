@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats.bitpack import WORD, planes
-from kvpact.formats.trellis import TrellisBlock, TrellisForm
+from kvpact.formats.packed import TrellisBlock, TrellisForm
 from kvpact.kernels.cpu import structs
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
@@ -55,11 +55,7 @@ def block_arguments(block: TrellisBlock) -> tuple[ctypes.Structure, list[Tensor]
 
 
 class TrellisArguments:
-    """A `kvp_trellis`, and the memory that it points to.
-
-    `state`: what the codec has learnt; empty where nothing. `address`: of the structure; valid
-    while this lives.
-    """
+    """A `kvp_trellis` with a codec's `state`, at an `address` that is valid while this lives."""
 
     def __init__(self, form: TrellisForm, state: Mapping[str, Tensor]) -> None:
         assert len(form.blocks) <= _MOST_BLOCKS
@@ -74,10 +70,7 @@ class TrellisArguments:
         self._set(state)
 
     def to_learn(self, room: Tensor) -> TrellisArguments:
-        """Return the arguments of a codec that is going to learn, which the kernel writes.
-
-        `room`: memory for what it learns, as kernels read it.
-        """
+        """Return the arguments of a codec that is going to learn; the kernel writes to `room`."""
         other = object.__new__(TrellisArguments)
         other._args, other._alive = structs.TrellisStruct(), [*self._alive, room]
         other.address = ctypes.addressof(other._args)

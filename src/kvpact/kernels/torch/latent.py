@@ -23,10 +23,7 @@ from kvpact.kernels.views import LayerView, StreamView
 
 
 class SeparateTokens:
-    """Keys and values of each head.
-
-    `rows`: `[B, H_kv, R, D]`, the scaled queries; `dim`: width of the output.
-    """
+    """K and V of each head; `rows`: scaled queries `[B, H_kv, R, D]`; `dim`: the output's."""
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:
         self._view, self._rows = view, rows
@@ -69,11 +66,7 @@ def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
 
 
 def expand_output(output: Tensor, w_uv: Tensor) -> Tensor:
-    """Return `W_UV` times the attention's output over latents.
-
-    `output`: `[B, H, S, r]`; `w_uv`: `[H, d_v, r]`, from the latent to each head's values. Returns
-    `[B, H, S, d_v]`.
-    """
+    """Return `W_UV` (`[H, d_v, r]`) times an output `[B, H, S, r]`: `[B, H, S, d_v]`."""
     return output @ w_uv.mT
 
 
@@ -95,11 +88,7 @@ class KeyMaking(Protocol):
 
 
 class MadeTokens:
-    """Values, of which keys are made as they are read (K = V).
-
-    `rows`: as of `SeparateTokens`; `decode`: writes packed values `start <= t < end` to its last
-    argument; `keys`: makes keys.
-    """
+    """Values, of which `keys` makes keys as they are read (K = V); see `SeparateTokens`."""
 
     def __init__(
         self,
@@ -131,11 +120,7 @@ class MadeTokens:
 
 
 class LatentTokens:
-    """Latents (in K's place) and rotated keys (in V's) as the torch body of attention reads them.
-
-    `rows`: `[B, 1, R, r + d_rope]`, the scaled queries from `absorb_query`; `dim`: r, the width of
-    the latents.
-    """
+    """Latents and rotated keys, for the torch body; `rows`: `[B, 1, R, r + d_rope]`; `dim`: r."""
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:
         self._view = view

@@ -14,13 +14,7 @@ from kvpact.kernels.base import AttendCall
 
 @dataclass(frozen=True)
 class LogitRules:
-    """The rules of one call.
-
-    - `config`: softcap, mask, causality, sliding window.
-    - `padding`: `[B]` left-padding tokens.
-    - `queries`: queries per head (q_len).
-    - `heads`, `groups`: KV heads, and query heads per KV head.
-    """
+    """Rules of a call; `padding`: `[B]`; `queries` per head, KV `heads`, query `groups`."""
 
     config: AttendConfig
     padding: Tensor | None

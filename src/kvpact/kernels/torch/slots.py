@@ -53,10 +53,7 @@ Decode = Callable[[Arrays], Tensor]
 
 
 def read_slots(slots: SlotReader, start: int, end: int, decode: Decode | None = None) -> Tensor:
-    """Decode packed tokens, still transformed: `[B, H, end - start, D]` fp32.
-
-    `decode` takes the place of `codec.decode`.
-    """
+    """Decode packed tokens, still transformed: fp32; `decode` takes the place of `codec.decode`."""
     size = slots.source.segment_tokens
     first, last = start // size, -(-end // size)
     arrays = {

@@ -23,7 +23,7 @@ from kvpact.kernels.torch.slots import TorchEncoder, copies
 from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 
 _CPU = torch.device("cpu")
 LEAST_CAPABILITY = (8, 0)
@@ -53,10 +53,7 @@ def interpreted() -> bool:
 
 
 class TritonBackend(Backend):
-    """Kernels for CUDA devices.
-
-    `on_cpu`: compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
-    """
+    """Kernels for CUDA devices; `on_cpu`: on the CPU, where Triton interprets them, for tests."""
 
     name = "triton"
 

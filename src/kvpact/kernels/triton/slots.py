@@ -40,10 +40,7 @@ def segment_at(slots, tile):
 
 @triton.jit
 def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
-    """Return a pointer to a field's units of a segment and head; from `segment_at`.
-
-    `NAME`: one that the form knows.
-    """
+    """Return a pointer to the units of a field `NAME` of a segment and head; from `segment_at`."""
     INDEX: tl.constexpr = FORM.index_of(NAME)
     TYPE: tl.constexpr = FORM.type_of(NAME)
     table, heads, row, head, number, batch, segments = segment
@@ -114,12 +111,6 @@ def _e4m3(codes):
 
 
 @triton.jit
-def _e5m2(codes):
-    """Return the numbers of e5m2 bytes: the upper halves of fp16 numbers."""
-    return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _levels(codes, LEVELS, FORM: tl.constexpr):
     """Return what codes stand for before any scale, fp32."""
     if FORM.kind == "table":
@@ -139,7 +130,7 @@ def _given(tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     if FORM.kind == "e4m3":
         x = _e4m3(x)
     elif FORM.kind == "e5m2":
-        x = _e5m2(x)
+        x = (x.to(tl.int16) << 8).to(tl.float16, bitcast=True)  # the upper halves of fp16
     return x.to(tl.float32)
 
 

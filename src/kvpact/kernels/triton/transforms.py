@@ -30,10 +30,7 @@ def halved(count, times):
 
 @triton.jit
 def saturated(x, TYPE: tl.constexpr):
-    """Round fp32 as `arithmetic.saturated` does, ties to even.
-
-    `TYPE`: a dtype: fp32, fp16 or bf16.
-    """
+    """Round fp32 as `arithmetic.saturated` does, ties to even, to fp32, fp16 or bf16."""
     if TYPE.is_fp16():
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     elif TYPE.is_bf16():

@@ -118,10 +118,7 @@ def merge_warps(rows: int, width: int) -> int:
 
 
 def merged_at_once(count: int, width: int) -> tuple[int, int]:
-    """Return how many of so many rows of queries a program merges, and how many parts at a time.
-
-    Few rows have many parts (a step), many rows few.
-    """
+    """Return query rows that a program merges, and parts at a time, of which few rows have many."""
     if count < LEAST_ROWS:
         return 1, 16
     return LEAST_ROWS * 2 * NARROW // max(width, 2 * NARROW), 1
@@ -167,11 +164,9 @@ def _most_tokens(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tens
 
 
 class Prepared(NamedTuple):
-    """What stays from one call to the next that is like it.
+    """What stays from call to call; `variant`, `splits`: of the general kernel, and its parts.
 
-    - `variant`: what the general kernel is compiled for.
-    - `splits`: parts of the general kernel.
-    - `chunk`: whether new tokens are attended apart from the past.
+    `chunk`: whether new tokens are attended apart from the past.
     """
 
     rows: Rows

@@ -20,10 +20,7 @@ _MOST_DIM = 256
 
 
 def _flash_knows(call: AttendCall) -> bool:
-    """Whether flash attention knows the rules and numbers of a call's new tokens.
-
-    It computes in the tokens' dtype, so fp32 is left to the general kernel.
-    """
+    """Whether flash attention, in the tokens' dtype, knows a call's new tokens: not fp32."""
     _, k, v, q, config, _, latent = call
     if k is None or v is None or latent or q.shape[2] != k.shape[2]:
         return False
@@ -72,11 +69,7 @@ def attend_prompt(call: AttendCall) -> Tensor:
 
 
 class PromptTokens(NamedTuple):
-    """What new tokens are to each other.
-
-    `output`: `[B, H_q, q_len, D_v]`, by their own sum of weights; `lse`: `[B, H_q, q_len]` fp32,
-    that sum's natural logarithm.
-    """
+    """New tokens to each other: `output` `[B, H_q, q_len, D_v]`, `lse` fp32, natural logarithms."""
 
     output: Tensor
     lse: Tensor

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton.attend.general import Variant
-from kvpact.kernels.triton.attend.prepare import prepare_queries
+from kvpact.kernels.triton.attend.streams import prepare_queries
 from kvpact.kernels.triton.trellis.queries import packed_queries
 from kvpact.methods import Codec
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
 ROWS = 4

@@ -20,8 +20,8 @@ from kvpact.kernels.triton.columns import (
 )
 from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, units_of
-from kvpact.kernels.triton.trellis.bases import base_logits
-from kvpact.kernels.triton.trellis.numbers import e5m3, step_numbers, tile_words
+from kvpact.kernels.triton.transforms import rotated
+from kvpact.kernels.triton.trellis.numbers import base_logits, e5m3, step_numbers, tile_words
 
 TILE = tl.constexpr(32)
 
@@ -128,10 +128,7 @@ def _is_packed(ROWS, row, tile, S: tl.constexpr):
 
 @triton.jit
 def _of_packed(x, ROWS, row, tile, S: tl.constexpr):
-    """Return numbers `[32, channels]`, but zeros for tokens that are not packed; rounded to tf32.
-
-    Rounded unless products are those of fp32.
-    """
+    """Return numbers `[32, channels]`, 0 if not packed, in tf32 unless products are fp32's."""
     x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
     if not S.thrice:
         x = rounded(x)
@@ -171,3 +168,30 @@ def packed_bases(ROWS, row, head, tile, q, first, channel, S: tl.constexpr):
         mean, step = units_of("mean", segment, FORM), units_of("step", segment, FORM)
     logits = base_logits(flags, mean, step, q, first, inside, channel, FORM)
     return tl.where(_is_packed(ROWS, row, tile, S)[None, :], logits, 0.0)
+
+
+@triton.jit(do_not_specialize=["q_len", "groups", "heads", "scale"])
+def prepare_queries(
+    Q, SIGNS, QP, QE, q_row, q_head, q_token, q_len, groups, heads, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr,
+    BOTH: tl.constexpr, ROUNDED: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Prepare EACH rows. Grid: (row tiles, heads, B).
+
+    Q: `[B, heads * groups, q_len, DIM or more]` with strides. QP, QE: see `attend_general`; STRIDE:
+    from one of their rows to the next. SIGNS: of the transform, if ROTATED. BOTH: whether QP is
+    written, too. ROUNDED: whether to tf32.
+    """
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    count = groups * q_len
+    at_row, channel = tl.program_id(0) * EACH + tl.arange(0, EACH), tl.arange(0, WIDTH)
+    inside = (at_row < count)[:, None] & (channel < DIM)[None, :]
+    at = row * q_row + (head * groups + at_row // q_len).to(tl.int64) * q_head
+    at += (at_row % q_len).to(tl.int64) * q_token
+    x = tl.load(Q + at[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32) * scale
+    at = ((row * heads + head) * count + at_row)[:, None] * STRIDE + channel[None, :]
+    tl.store(QE + at, rounded(x) if ROUNDED else x, inside)
+    if ROTATED:
+        x = rotated(x, SIGNS, EACH, WIDTH, DIM)
+    if BOTH:
+        tl.store(QP + at, rounded(x) if ROUNDED else x, inside)

@@ -11,7 +11,7 @@ from kvpact.kernels.base import SlotReader, check_out
 from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import places_of, slots_of
 from kvpact.kernels.triton.trellis.queries import key_tables
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
 

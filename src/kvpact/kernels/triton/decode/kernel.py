@@ -7,8 +7,14 @@ import triton.language as tl
 
 from kvpact.kernels.triton.slots import segment_at, tile_numbers, units_of
 from kvpact.kernels.triton.transforms import rotated_back, saturated
-from kvpact.kernels.triton.trellis.bases import FIRST, MEAN, base_flags
-from kvpact.kernels.triton.trellis.numbers import e5m3, step_numbers, tile_words
+from kvpact.kernels.triton.trellis.numbers import (
+    FIRST,
+    MEAN,
+    base_flags,
+    e5m3,
+    step_numbers,
+    tile_words,
+)
 
 
 @triton.jit(do_not_specialize=["start", "end", "batch", "segments", "tiles_per_segment"])

@@ -41,12 +41,6 @@ def _blocks_of(first, last, split, N: tl.constexpr):
 
 
 @triton.jit
-def _capped(s, cap):
-    """Return `cap * tanh(s / cap)` of logits of base 2; `cap` is the softcap times log2 e."""
-    return cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
-
-
-@triton.jit
 def _hide(s, token, first, last, hidden, queries):
     """Hide tokens `[N]` from rows `[G]`: all outside of a range, and those up to `hidden + i`."""
     g = tl.arange(0, s.shape[1])
@@ -63,22 +57,6 @@ def _soften(s, peak, total):
     decay = tl.exp2(peak - safe)
     p = tl.exp2(s - safe[None, :])
     return p, decay, new, total * decay + tl.sum(p, 0)
-
-
-@triton.jit
-def _store_sums(PACKED, acc, total, worth, out, rows, channel, dim):
-    """Store sums `[channels, G]` over totals, at rows `out` of PACKED."""
-    norm = worth / tl.where(total == 0.0, 1.0, total)
-    kept = (tl.arange(0, acc.shape[1]) < rows)[None, :] & (channel < dim)[:, None]
-    tl.store(PACKED + out[None, :] * dim + channel[:, None], acc * norm[None, :], mask=kept)
-
-
-@triton.jit
-def _store_lse(LSE, peak, total, out, rows):
-    """Store the log-sum-exp of a part; -inf where no token was seen."""
-    none = total == 0.0
-    lse = tl.where(none, -float("inf"), peak + tl.log2(tl.where(none, 1.0, total)))
-    tl.store(LSE + out, lse, mask=tl.arange(0, peak.shape[0]) < rows)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "rows", "first_part", "parts"])
@@ -145,7 +123,8 @@ def attend_digits(
                 q, k, where, live, block, last, tiles, K_TABLE, K, NT, ORDER, INSIDE, KW, ASM
             )
         if CAPPED:
-            s = _capped(s, cap)
+            # cap * tanh(s / cap)
+            s = cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
         if (block * N < seen) | (block * N + N > last):
             s = _hide(s, positions(block * NT, NT, ORDER), first, last, hidden, queries)
         p, decay, peak, total = _soften(s, peak, total)
@@ -154,7 +133,12 @@ def attend_digits(
         else:
             acc = value_sums(acc, decay, p, v, live, V_TABLE, worth, V, KW, ASM)
     out = (base * parts + first_part + split) * rows + g
+    none, kept = total == 0.0, tl.arange(0, G) < rows
+    total = tl.where(none, 1.0, total)
     for group in tl.static_range(VG):
         channel = group * D + channels_of(V)
-        _store_sums(PACKED, acc[group], total, worth, out, rows, channel, V.dim)
-    _store_lse(LSE, peak, total, out, rows)
+        place = PACKED + out[None, :] * V.dim + channel[:, None]
+        inside = kept[None, :] & (channel < V.dim)[:, None]
+        tl.store(place, acc[group] * (worth / total)[None, :], mask=inside)
+    # -inf where no token was seen.
+    tl.store(LSE + out, tl.where(none, -float("inf"), peak + tl.log2(total)), mask=kept)

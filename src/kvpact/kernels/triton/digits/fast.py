@@ -45,10 +45,9 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 
 
 class Fast(NamedTuple):
-    """What the fast kernels do for calls that are alike.
+    """What the fast kernels do for calls that are alike; `kw`: bytes of k that stand side by side.
 
-    `inside`: whether no block reaches over the end of a segment; `kw`: bytes of k that stand side
-    by side.
+    `inside`: whether no block reaches over the end of a segment.
     """
 
     k: Slots
@@ -178,11 +177,6 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     return Fast(whole_slots(k), whole_slots(v), chosen, inside, parts, side_by_side())
 
 
-def knows_ptx() -> bool:
-    """Whether kernels are compiled for devices that know PTX; the interpreter does not."""
-    return isinstance(attend_digits, triton.JITFunction) and torch.version.hip is None
-
-
 def attend_fast(
     fast: Fast,
     calls: Sequence[AttendCall],
@@ -210,9 +204,10 @@ def attend_fast(
         asked = queries_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
         levels, worth = (table_words(fast.k), table_words(fast.v)), level_worth(v)
     cap = call.config.softcap
+    ptx = isinstance(attend_digits, triton.JITFunction) and torch.version.hip is None
     attend_digits[fast.parts, heads, batch](
         table, *asked, *levels, packed, lse, heads, call.q.shape[2], rows, first_part, parts,
         worth, (cap or 1.0) * LOG2_E, k, v, max(power_of_two(rows), LEAST_ROWS), chosen.tiles,
-        fast.inside, cap is not None, fast.kw, knows_ptx(), num_warps=chosen.warps,
+        fast.inside, cap is not None, fast.kw, ptx, num_warps=chosen.warps,
         num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=True,
     )  # fmt: skip

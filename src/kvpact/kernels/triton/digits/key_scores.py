@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.columns import K_SLOTS
+from kvpact.kernels.triton.digits.levels import whole
 from kvpact.kernels.triton.digits.operands import groups_of, key_operand, key_width
 from kvpact.kernels.triton.digits.tiles import (
     load_per_token,
@@ -20,7 +21,6 @@ from kvpact.kernels.triton.digits.tiles import (
     tiles_at,
     tiles_together,
 )
-from kvpact.kernels.triton.digits.two_digits import whole
 
 if TYPE_CHECKING:
     from kvpact.kernels.triton.forms import SlotForm
@@ -90,9 +90,8 @@ def _group_numbers(
 ):  # fmt: skip
     """Load a number per channel of each section of a block, fp32 `[T, C]`.
 
-    `SEGMENTS`, `head_bytes`: of the field, from `tiles.segments_of`. `block`, `last`, `tiles`: the
-    block, the token behind the last one, and the tiles of a segment. `C`, `NT`, `FORM`, `INSIDE`:
-    channels, those of the slots filled up; the others as of `attend_digits`.
+    `SEGMENTS`, `head_bytes`: from `tiles.segments_of`. `last`: the token behind the last one.
+    `tiles`: those of a segment. `C`: channels, filled up. All else: as of `attend_digits`.
     """
     T: tl.constexpr = _sections_of(FORM, NT)
     tile = block * NT + tl.arange(0, T) * (NT // T)
@@ -131,10 +130,9 @@ def key_scores(
 ):  # fmt: skip
     """Return logits of base 2 `[N, G]`.
 
-    `fields`, `where`: of `tiles.fields_of`. `live`, `block`, `last`, `tiles`: which tiles are
-    there; the block, the token behind the last one, and the tiles of a segment. `TABLE`: K's
-    levels. `ORDER`: the order of tokens, which V's bits tell. `K`, `NT`, `INSIDE`, `KW`, `ASM`: as
-    of `digits.attend_digits`.
+    `fields`, `where`: of `tiles.fields_of`. `live`: which tiles are there; `last`: the token behind
+    the last one; `tiles`: those of a segment. `TABLE`: K's levels. `ORDER`: the order of tokens,
+    which V's bits tell. All else: as of `digits.attend_digits`.
     """
     digits, unit, numbers, sums = queries
     codes, scale, zero = fields

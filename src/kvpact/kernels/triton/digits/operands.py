@@ -118,10 +118,7 @@ def value_operand(
     tiles, live, TABLE, GROUP: tl.constexpr, FORM: tl.constexpr, KW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Load and look up V's codes of a group of channels: int8 `[value_width, N]`.
-
-    Channels 32 i + 4 g + j stand in the order i, j, g.
-    """
+    """Look up V's codes of a group: int8 `[value_width, N]`, channel 32 i + 4 g + j at i, j, g."""
     BITS: tl.constexpr = FORM.bits
     C: tl.constexpr = value_width(FORM)
     P: tl.constexpr = C // 32

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvpact.kernels.triton.digits.levels import query_digits
 from kvpact.kernels.triton.digits.operands import channel_places, groups_of, key_width, level_worth
-from kvpact.kernels.triton.digits.two_digits import query_digits
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.base import Transform
@@ -24,10 +24,7 @@ LEAST_ROWS = 4
 
 @cache
 def whole_levels(form: SlotForm) -> SlotForm:
-    """Return a form whose levels are whole numbers, if that can be.
-
-    Those of grids with a zero, half steps from code to code, become the codes themselves.
-    """
+    """Return a form with whole levels, if there is one: codes of grids with a zero."""
     if form.whole or form.kind != "table" or not form.middle:
         return form
     return replace(form, kind="linear", middle=0.0, whole=True)
@@ -42,10 +39,7 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def table_words(slots: Slots) -> Tensor:
-    """Return the table of levels `[4, 4]` int32: four words, with a copy for each of four threads.
-
-    Of numbers in two's complement, the first word has their top bits.
-    """
+    """Return levels `[4, 4]` int32: four words, for each of four threads; signed ones' top bits."""
     form, levels = slots.form, slots.levels
     assert form is not None and levels is not None
     found = _tables.get(levels)
@@ -83,11 +77,7 @@ class Queries(NamedTuple):
 def queries_of(
     q: Tensor, kv_heads: int, scale: float, transform: Transform, form: SlotForm, kw: int
 ) -> Queries:
-    """Return queries in two digits each, and themselves.
-
-    `q`: `[B, H_q, q_len, D]`, the last axis without gaps; `kw`: bytes of k that stand side by side
-    (`tuning.side_by_side`).
-    """
+    """Return queries `[B, H_q, q_len, D]` without gaps in two digits each, and themselves."""
     batch, q_heads, queries, dim = q.shape
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)

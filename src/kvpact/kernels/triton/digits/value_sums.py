@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.digits.key_scores import scales, zeros_of
+from kvpact.kernels.triton.digits.levels import MOST, split_digits, whole
 from kvpact.kernels.triton.digits.operands import (
     groups_of,
     value_operand,
@@ -15,7 +16,6 @@ from kvpact.kernels.triton.digits.operands import (
     weight_operand,
 )
 from kvpact.kernels.triton.digits.tiles import load_per_token
-from kvpact.kernels.triton.digits.two_digits import MOST, split_digits, whole
 from kvpact.kernels.triton.trellis.numbers import e5m3
 from kvpact.kernels.triton.trellis.values import (
     channels_of_values,
@@ -46,10 +46,7 @@ def channels_of(FORM: tl.constexpr):
 
 @triton.jit
 def _step(top):
-    """Return what the digits of weights are worth, of the largest ones of each query.
-
-    Of a block: so small weights of long contexts keep their digits.
-    """
+    """Return what digits are worth of a block's largest weights: small ones keep their digits."""
     return tl.maximum(tl.max(top, 0), 1e-30) * (1.0 / MOST)
 
 

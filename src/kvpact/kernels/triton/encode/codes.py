@@ -176,10 +176,7 @@ def affine(x, ROWS: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def float8(x, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return bytes, int32, and the scale of each token, fp16 (of no account where there is none).
-
-    By hand, as not all GPUs convert to e4m3.
-    """
+    """Return bytes, int32, and tokens' scales, fp16; by hand, as not all GPUs convert to e4m3."""
     MANTISSA: tl.constexpr = 2 if FORM.choice == "e5m2" else 3
     BIAS: tl.constexpr = 15 if FORM.choice == "e5m2" else 7
     LIMIT: tl.constexpr = 57344.0 if FORM.choice == "e5m2" else 448.0

@@ -17,7 +17,7 @@ from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
-from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
+from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, tables_of
 from kvpact.kernels.triton.encode.kernel import (
     CHANNELS,
     check_tokens,
@@ -52,7 +52,9 @@ def warps_of(form: EncodeForm, tokens: int) -> int:
 
 def span_of(form: EncodeForm, tokens: int) -> int:
     """Return how many positions a program has: whole words of codes."""
-    return max(rows_of(form, tokens), form.word_tokens)
+    # No two programs may share the tokens of one word of codes.
+    word = TILE // (form.bits & -form.bits) if form.order == "channel" else 1
+    return max(rows_of(form, tokens), word)
 
 
 def blocks_of(form: EncodeForm, tokens: int) -> int:
@@ -72,10 +74,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class TritonEncoder:
-    """Encodes a stream's tokens on their device; not for two threads at once.
-
-    `codec`: whose slots they are; `encode_reason(codec)` is empty.
-    """
+    """Encodes tokens on their device, if `encode_reason` is empty; not for two threads."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self._torch = codec, TorchEncoder(codec)
@@ -128,11 +127,6 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
         )
 
 
-def encoded_alone(codec: Codec) -> bool:
-    """Whether a kernel encodes tokens of a codec as they come: no groups of them."""
-    return not encode_reason(codec) and codec.group == 1
-
-
 def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), tables_of(codec, x.device)
@@ -174,10 +168,9 @@ def tile_warps(form: EncodeForm) -> int:
 def encode_trellis(
     codec: Codec, form: EncodeForm, x: Tensor, slots: Places, start: int, held: Tensor | None
 ) -> None:
-    """Encode tokens, whole groups of the codec.
+    """Encode whole groups `[B, H, T, D]`, the channels side by side, from `start` on.
 
-    `x`: `[B, H, T, D]`, the channels side by side; `start`: position of the first token; `held`:
-    `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
+    `held`: `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
     """
     batch, heads, tokens, _ = x.shape
     assert form.trellis is not None

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.formats import TILE
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.kernels.triton.forms import CodeForm, form_parts, form_reason, power_of_two
 from kvpact.methods import Codec
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
 MOST_GROUP = 128
@@ -73,11 +72,6 @@ class EncodeForm(CodeForm):
     def padded_groups(self) -> int:
         """A power of two of groups of channels."""
         return self.padded // self.group_width if self.even else power_of_two(self.groups)
-
-    @property
-    def word_tokens(self) -> int:
-        """Tokens that no two programs may share: those of one word of codes."""
-        return TILE // (self.bits & -self.bits) if self.order == "channel" else 1
 
 
 class EncodeTables(NamedTuple):

@@ -1,4 +1,8 @@
-"""The kernels that encode tokens: one by one, or with what their groups' kernel has stored."""
+"""The kernels that encode tokens: one by one, or with what their groups' kernel has stored.
+
+The slots of tokens that are not there yet are zero. A word of V's codes holds several tokens, so it
+is read, added to and written by the one program that has it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,88 @@ from kvpact.kernels.triton.encode.codes import (
     reciprocal,
     symmetric,
 )
-from kvpact.kernels.triton.encode.store import store_codes, store_numbers
 from kvpact.kernels.triton.slots import by_group, segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
+
+
+@triton.jit
+def plane_of(codes, PLANE: tl.constexpr, FORM: tl.constexpr):
+    """Return the bits of codes that are in a plane."""
+    return (codes >> FORM.plane_shift(PLANE)) & ((1 << FORM.plane_width(PLANE)) - 1)
+
+
+@triton.jit
+def _plane_of_tokens(
+    words, codes, inside, live, PLANE: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr
+):
+    """Store a plane of codes `[ROWS, padded]` where a word holds channels of one token."""
+    WIDTH: tl.constexpr = FORM.plane_width(PLANE)
+    FIRST: tl.constexpr = FORM.plane_words(PLANE)
+    PER: tl.constexpr = 32 // WIDTH
+    COUNT: tl.constexpr = FORM.padded // PER
+    part = plane_of(codes, PLANE, FORM)
+    shifts = (tl.arange(0, PER) * WIDTH)[None, None, :]
+    joined = tl.sum(part.reshape(ROWS, COUNT, PER) << shifts, 2)
+    w = tl.arange(0, COUNT)
+    place = words + (inside // 16 * (FORM.words * 16) + inside % 16)[:, None]
+    mask = live[:, None] & (w * PER < FORM.dim)[None, :]
+    tl.store(place + ((FIRST + w) * 16)[None, :], joined, mask=mask)
+
+
+@triton.jit
+def _plane_of_channels(
+    words, codes, first, PLANE: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr
+):
+    """Add a plane of codes `[ROWS, padded]` where a word holds tokens of one channel."""
+    WIDTH: tl.constexpr = FORM.plane_width(PLANE)
+    PER: tl.constexpr = 32 // WIDTH
+    TOKENS: tl.constexpr = ROWS if ROWS < PER else PER
+    COUNT: tl.constexpr = ROWS // TOKENS
+    part = plane_of(codes, PLANE, FORM)
+    d = tl.arange(0, FORM.padded)
+    shifts = ((first % PER + tl.arange(0, TOKENS)) * WIDTH)[None, :, None]
+    joined = tl.sum(part.reshape(COUNT, TOKENS, FORM.padded) << shifts, 1)
+    r = FORM.plane_shift(PLANE) + first // PER + tl.arange(0, COUNT)
+    place = words + (r * FORM.dim)[:, None] + d[None, :]
+    inside = (d < FORM.dim)[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0) | joined, mask=inside)
+
+
+@triton.jit
+def store_codes(units, tile, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Store the codes of tokens into a tile.
+
+    `units`: to the codes of a segment and head: int32, or uint8 where `FORM.order` is ``number``;
+    `codes`: int32 `[ROWS, padded]`; `first`: the place in the tile of the first token; `live`:
+    `[ROWS]`: which tokens are to be stored.
+    """
+    d, inside = tl.arange(0, FORM.padded), first + tl.arange(0, ROWS)
+    mask = live[:, None] & (d < FORM.dim)[None, :]
+    if FORM.order == "number":
+        place = units + tile * (FORM.dim * 32) + (d * 32)[None, :] + inside[:, None]
+        tl.store(place, codes.to(tl.uint8), mask=mask)
+    elif FORM.order == "token":
+        codes = tl.where(mask, codes, 0)
+        words = units + tile * (FORM.words * 32)
+        for plane in tl.static_range(FORM.plane_count()):
+            _plane_of_tokens(words, codes, inside, live, plane, ROWS, FORM)
+    else:
+        codes = tl.where(mask, codes, 0)
+        words = units + tile * (FORM.bits * FORM.dim)
+        for plane in tl.static_range(FORM.plane_count()):
+            _plane_of_channels(words, codes, first, plane, ROWS, FORM)
+
+
+@triton.jit
+def store_numbers(
+    units, tile, numbers, first, live, COUNT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Store the first `COUNT` of fp16 numbers `[ROWS, GROUPS]` of tokens; units `[COUNT, 32]`."""
+    g = tl.arange(0, GROUPS)
+    inside = first + tl.arange(0, ROWS)
+    place = units + tile * (COUNT * 32) + (g * 32)[None, :] + inside[:, None]
+    tl.store(place, numbers, mask=live[:, None] & (g < COUNT)[None, :])
+
 
 LARGEST_HALF = tl.constexpr(65504.0)
 CHANNELS = 32
@@ -35,10 +118,7 @@ def as_fp32(x):
 
 @triton.jit
 def load_tokens(x, row, head, token, live, FORM: tl.constexpr):
-    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none.
-
-    `x`: a pointer to the first row's first token, and the steps to the next row, head and token.
-    """
+    """Return tokens as fp32 `[ROWS, padded]`, 0 for none; `x`: a pointer, and steps to others."""
     at, of_row, of_head, of_token = x
     d = tl.arange(0, FORM.padded)
     first = tl.cast(row, tl.int64) * of_row + tl.cast(head, tl.int64) * of_head
@@ -86,8 +166,7 @@ def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
 def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
 
-    Only tokens beyond the limit have to be encoded to know. `tables`: signs, boundaries and levels
-    (see `EncodeTables`).
+    Only those beyond the limit have to be encoded to know. `tables`: see `EncodeTables`.
     """
     beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
     bad = tl.max(tl.max(beyond, 1), 0)
@@ -206,11 +285,7 @@ def encode_groups(
     X, x_row, x_head, x_token, TABLE, HEADS, start, tiles_per_segment, batch, segments,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store what a group of tokens of one row and head has per channel: a mean, or a grid.
-
-    The grid has a program for every group and `CHANNELS` channels, head and row. Parameters as of
-    `encode_tokens`.
-    """
+    """Store means or grids per channel: programs for groups, `CHANNELS` channels, heads, rows."""
     CHUNKS: tl.constexpr = (FORM.dim + _CHANNELS - 1) // _CHANNELS
     group, head, row = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
     channel = tl.program_id(0) % CHUNKS * _CHANNELS + tl.arange(0, _CHANNELS)

@@ -11,7 +11,7 @@ from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.trellis_kernels import store_flags
 from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import tree_sum
-from kvpact.kernels.triton.trellis.bases import chosen_bases, distance
+from kvpact.kernels.triton.trellis.numbers import chosen_bases, distance
 
 CHANNELS = tl.constexpr(32)
 """Channels whose means are computed at a time."""
@@ -70,13 +70,10 @@ def choose_bases(
     X, x_row, x_head, x_token, TABLE, HEADS, WEIGHT, FIRST_KEY, MEANS, INSIDE,
     start, tiles_per_segment, batch, segments, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store the mean of a group of tokens, and which base each of them has.
-
-    The grid has a program for every group, head and row.
+    """Store a group's mean, and each token's base: a program for every group, head and row.
 
     `WEIGHT`, `FIRST_KEY`: as in `KeyTables`; `MEANS`, `INSIDE`: `[B, heads, groups, channels]` fp32
-    and `[B, heads, groups, tokens of one]` int8, of no account; `X`, `x_row`, `x_head`, `x_token`,
-    `TABLE`, `HEADS`, `start`, `tiles_per_segment`, `batch`, `segments`: as of `encode_groups`.
+    and `[B, heads, groups, tokens of one]` int8, of no account; all else: as of `encode_groups`.
     """
     GROUP: tl.constexpr = FORM.trellis.center
     group, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

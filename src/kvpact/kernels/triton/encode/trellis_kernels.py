@@ -13,8 +13,14 @@ from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.viterbi import viterbi
 from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
-from kvpact.kernels.triton.trellis.bases import FIRST, MEAN, base_flags, chosen_bases, distance
-from kvpact.kernels.triton.trellis.numbers import e5m3
+from kvpact.kernels.triton.trellis.numbers import (
+    FIRST,
+    MEAN,
+    base_flags,
+    chosen_bases,
+    distance,
+    e5m3,
+)
 
 
 @triton.jit
@@ -64,13 +70,10 @@ def treat_tokens(
 ):  # fmt: skip
     """Rotate the tokens of a tile into `NUMBERS`; store their scales, and their bases if no means.
 
-    The grid has a program for every tile, head and row.
-
-    `X`, `x_row`, `x_head`, `x_token`, `TABLE`, `HEADS`, `start`, `tokens`, `tiles_per_segment`,
-    `batch`, `segments`: as of `encode_tokens`. `HELD`, `held_row`, `BEHIND`: int64, how many tokens
-    stand before these, for each row, instead of `start`; numbers from one to the next. Of no
-    account unless `BEHIND`. `SIGNS`, `ORDER`, `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in
-    `KeyTables`. `NUMBERS`: `[B, heads, tiles, channels, 32]` fp32.
+    A program for every tile, head and row. `HELD`, `held_row`: int64, how many tokens stand before
+    these, for each row, and the step to the next one's, instead of `start`; used if `BEHIND`.
+    `SIGNS`, `ORDER`, `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in `KeyTables`. `NUMBERS`:
+    `[B, heads, tiles, channels, 32]` fp32. All else: as of `encode_tokens`.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
@@ -146,13 +149,10 @@ def search_codes(
     start, tokens, heads, tiles_per_segment, batch, segments,
     FORM: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """Find the codes of one block of a tile's tokens.
-
-    The grid has a program for every tile, head of every block that has bits, and row.
+    """Find the codes of one block of a tile's tokens: a program for each tile, head and block, row.
 
     `NUMBERS`, `BACK`, `CODES`: `[B, heads, tiles, channels, 32]`: fp32 of `treat_tokens`; int16;
-    uint8. `CELLS`: as in `KeyTables`. `TABLE`, `HEADS`, `HELD`, `held_row`, `start`, `tokens`,
-    `tiles_per_segment`, `batch`, `segments`, `FORM`, `BEHIND`: as of `treat_tokens`.
+    uint8. `CELLS`: as in `KeyTables`. All else: as of `treat_tokens`.
     """
     head, row = tl.program_id(1) % heads, tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
@@ -276,10 +276,7 @@ def store_codes(
     TABLE, HEADS, HELD, held_row, CODES,
     start, tokens, tiles_per_segment, batch, segments, FORM: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a tile's tokens into their slots.
-
-    The grid has a program for every tile, head and row; parameters as of `search_codes`.
-    """
+    """Store codes into slots; a program for every tile, head and row, as of `search_codes`."""
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
     tile, _, live = tile_tokens(position, tokens)

@@ -73,10 +73,7 @@ def _origins(cost, origin, z, cells, STATES: tl.constexpr):
 
 @triton.jit
 def _choices(cost, z, cells, STATES: tl.constexpr):
-    """Return costs one number later, and a bit of each state: 1 where it comes from the upper half.
-
-    State 0 has the highest one.
-    """
+    """Return costs a number later, and of each state (0 at the top) if it is the upper half's."""
     distance, after, upper = _distances(z, cells), (), z.to(tl.uint32) * 0
     for state in tl.static_range(STATES):
         low, high = _ways(cost, distance, state, STATES)

@@ -56,11 +56,6 @@ class Taking:
     span: int
     size: int
 
-    @property
-    def unbounded(self) -> bool:
-        """Whether the form says nothing of magnitudes."""
-        return self.form.limit == float("inf")
-
 
 @dataclass(frozen=True)
 class Counting:
@@ -98,10 +93,7 @@ def _can_not_hold(x, live, S: tl.constexpr):
 
 @triton.jit
 def _take(ROWS, good, keeps, x, slots, tables, row, head, new, S: tl.constexpr):
-    """Take the tokens of a stream, row and head that stand at the positions of a program.
-
-    `x`, `slots`, `tables`: as of `encode_rows`.
-    """
+    """Take tokens of a stream, row and head at a program's positions; as of `encode_rows`."""
     X, x_row, x_head, x_token = x
     if (tl.program_id(0) == 0) & (head == 0):
         place = ROWS + row * COLUMNS + S.at.new
@@ -121,7 +113,7 @@ def _take(ROWS, good, keeps, x, slots, tables, row, head, new, S: tl.constexpr):
             _keep(ROWS, given, row, head, position, live, d, S)
         numbers = as_fp32(given)
         bad = _can_not_hold(numbers, live, S)
-        if not S.unbounded:
+        if S.form.limit != float("inf"):
             bad = bad | can_not_encode(numbers, live, tables, S.rows, S.form)
         tl.store(good, 0, mask=bad != 0)
         if S.encodes:

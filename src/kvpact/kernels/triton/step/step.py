@@ -21,7 +21,6 @@ from kvpact.kernels.triton.columns import K_SIDE, V_SIDE, Side
 from kvpact.kernels.triton.encode.encoder import (
     encode_at,
     encode_trellis,
-    encoded_alone,
     rows_of,
     span_of,
     warps_of,
@@ -51,12 +50,10 @@ class Taker(NamedTuple):
 
 
 def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking:
-    """Return how a stream takes tokens like `x`, `[B, H, new, D]`.
-
-    Tokens that `wait` are encoded by others when they leave the window.
-    """
+    """Return how a stream takes tokens like `x`; those that `wait` are encoded when they leave."""
     form = tables_of(codec, x.device).form
-    encodes = encoded_alone(codec) and form.trellis is None and not wait
+    alone = not encode_reason(codec) and codec.group == 1  # as they come, no groups of them
+    encodes = alone and form.trellis is None and not wait
     new = x.shape[2]
     rows = rows_of(form, new)
     span = span_of(form, new) if encodes else rows

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.digits.levels import query_digits
 from kvpact.kernels.triton.digits.tables import LEAST_ROWS, LOG2_E, Queries
-from kvpact.kernels.triton.digits.two_digits import query_digits
-from kvpact.kernels.triton.forms import SlotForm, power_of_two
+from kvpact.kernels.triton.forms import SlotForm, TrellisSteps, power_of_two
 from kvpact.kernels.triton.trellis.keys import key_places
 from kvpact.kernels.triton.trellis.levels import CONSTANTS
 from kvpact.kernels.triton.trellis.queries import packed_queries
-from kvpact.kernels.triton.trellis.steps import TrellisSteps
 from kvpact.kernels.triton.tuning import Choice
 from kvpact.quantizers import trellis
 
@@ -76,10 +75,7 @@ def level_table(form: SlotForm, device: torch.device) -> Tensor:
 
 @cache  # a graph may hold the address
 def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where each channel stands in K's operands, int32, and what a level is worth there.
-
-    Behind the channels come the places that stay zero.
-    """
+    """Return channels' places in K's operands, then empty ones; and what levels are worth."""
     places = [x for i in range(len(form.steps)) for x in key_places(form, i, kw)]
     order = torch.tensor(places, dtype=torch.int64, device="cpu")
     every = torch.arange(len(order), dtype=torch.int32, device="cpu")

@@ -99,10 +99,7 @@ def _load(tiles, live, ROW: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constex
 
 @triton.jit
 def key_words(tiles, live, FIRST: tl.constexpr, FORM: tl.constexpr, VBITS: tl.constexpr):
-    """Load all words of each token from FIRST on, a tuple.
-
-    `tiles`: the codes of each tile; `VBITS`: 4 or 2: the order of tokens of `token_places`.
-    """
+    """Load all words of each token from FIRST on, a tuple; `VBITS`: see `token_places`."""
     COUNT: tl.constexpr = block_of(FORM.words - FIRST)
     words = _load(tiles, live, FIRST, COUNT, FORM.words, VBITS)
     if FORM.words > FIRST + COUNT:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.packed import TrellisForm
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.methods import Codec
-from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
 

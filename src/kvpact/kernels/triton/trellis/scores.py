@@ -6,12 +6,11 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.columns import K_SLOTS
+from kvpact.kernels.triton.digits.levels import whole
 from kvpact.kernels.triton.digits.tiles import grouped, load_per_token, segments_of, token_places
-from kvpact.kernels.triton.digits.two_digits import whole
 from kvpact.kernels.triton.slots import pointer_to
-from kvpact.kernels.triton.trellis.bases import FIRST, MEAN
 from kvpact.kernels.triton.trellis.keys import key_begin, key_levels, key_words, operand_width
-from kvpact.kernels.triton.trellis.numbers import e5m3
+from kvpact.kernels.triton.trellis.numbers import FIRST, MEAN, e5m3
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
