@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration, codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import E5M2
@@ -37,8 +36,15 @@ from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as
-from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
-from kvpact.snapshot.manifest import LayerEntry
+from kvpact.snapshot import (
+    CacheState,
+    FieldInfo,
+    Identity,
+    LayerState,
+    RecordState,
+    Snapshot,
+    StreamState,
+)
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
 
@@ -134,55 +140,53 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
     )
 
 
-def check_fits(
-    snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, dtype: torch.dtype | None
-) -> None:
-    """Raise a named error unless a cache of these specs can take a snapshot."""
-    m = known_snapshot(snapshot).manifest
-    if m.slots != FORMAT_VERSION:
-        raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
-    if m.begin:
-        raise FormatError(f"a part that begins with token {m.begin}; join it with those before")
-    if replace(m.geometry, dtype=None) != replace(geometry, dtype=None):
-        raise GeometryError(f"the snapshot is of {m.geometry}, the cache of {geometry}")
-    for index, (entry, spec) in enumerate(zip(m.layers, specs, strict=True)):
-        if entry.spec != spec.to_json():
-            held = Spec.from_json(entry.spec)
-            raise SpecError(f"layer {index} of the snapshot is of {str(held)!r}, not {str(spec)!r}")
-        if entry.dtype is not None and entry.dtype != (dtype or entry.dtype):
-            raise DtypeError(f"the snapshot's tokens are {entry.dtype}, the cache's {dtype}")
+def check_geometry(held: CacheState, geometry: CacheGeometry) -> None:
+    """Raise `GeometryError` unless a state is of a cache of this geometry, of whatever dtype."""
+    if replace(held.geometry, dtype=None) != replace(geometry, dtype=None):
+        raise GeometryError(f"the snapshot is of {held.geometry}, the cache of {geometry}")
 
 
-def put_on_rungs(
-    layers: Sequence[CacheLayer],
+def check_layer_state(
+    index: int, state: LayerState, spec: Spec, dtype: torch.dtype | None
+) -> LayerState:
+    """Return a layer's state; raise a named error unless it is of this spec, and of this dtype."""
+    if state.spec != spec.to_json():
+        found = str(Spec.from_json(state.spec))
+        raise SpecError(f"layer {index} of the snapshot is of {found!r}, not {str(spec)!r}")
+    given = dtype if state.streams is None else state.streams[0].tail.dtype
+    if dtype is not None and given != dtype:
+        raise DtypeError(f"the snapshot's tokens are {given}, the cache's {dtype}")
+    return state
+
+
+def put_on_rung(
+    index: int,
+    layer: CacheLayer,
     rungs: Sequence[Sequence[Spec]],
-    ladders: Sequence[Sequence[tuple[int, Spec]]],
-    entries: Sequence[LayerEntry],
+    changes: Sequence[tuple[int, Spec]],
+    state: LayerState,
 ) -> None:
-    """Put empty layers on the rungs of a snapshot, those of `ladders` or lower ones.
+    """Put an empty layer on the rung of a state, that of its `changes` of specs or a lower one.
 
     Raises `BudgetExceeded`.
     """
-    for index, (layer, changes, entry) in enumerate(zip(layers, ladders, entries, strict=True)):
-        if entry.streams is None:
-            continue
-        keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
-        held, count = Spec.from_json(entry.spec), entry.tokens
-        wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
-        k, v = keys.index(wanted.key), values.index(wanted.value)
-        if held.key not in keys[k:] or held.value not in values[v:]:
-            raise BudgetExceeded(
-                f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
-                f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
-                "that it was made with"
-            )
-        k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
-        for tokens, spec in changes:
-            k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
-            made = Spec(keys[k], values[v])
-            if tokens >= count and made != ladder[-1][1]:
-                ladder.append((tokens, made))
-        layer._held = layer._held._replace(rungs=ladder)
+    keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
+    held, count = Spec.from_json(state.spec), state.length
+    wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
+    k, v = keys.index(wanted.key), values.index(wanted.value)
+    if held.key not in keys[k:] or held.value not in values[v:]:
+        raise BudgetExceeded(
+            f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
+            f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
+            "that it was made with"
+        )
+    k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
+    for tokens, spec in changes:
+        k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
+        made = Spec(keys[k], values[v])
+        if tokens >= count and made != ladder[-1][1]:
+            ladder.append((tokens, made))
+    layer._held = layer._held._replace(rungs=ladder)
 
 
 def restored_layer(
@@ -296,11 +300,14 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
     return codec
 
 
-def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
-    """Return what the codecs of every layer had learnt, on a device."""
-    states = {}
-    for index in range(len(snapshot.manifest.layers)):
-        held = snapshot.layer(index, 0, 0).streams
+def learnt_states(
+    snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, device: torch.device
+) -> Calibration:
+    """Return what the codecs of every layer had learnt, on a device; errors as of a restore."""
+    check_geometry(snapshot.state(), geometry)
+    states, dtype = {}, geometry.dtype or torch.float32
+    for index, spec in enumerate(specs):
+        held = check_layer_state(index, snapshot.layer(index, 0, 0), spec, dtype).streams
         if held is not None:
             k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held)
             states[index] = (k, v)

@@ -37,6 +37,15 @@ class SegmentStore(ABC):
     def source(self) -> WritableSource:
         """Return what attention reads from; it stays as it is when segments are added."""
 
+    def write(self, name: str, held: Tensor) -> None:
+        """Copy a field's units `[B, H, units, …]` to the first segments."""
+        source, begin, index = self.source(), 0, 0
+        while begin < held.shape[2]:
+            segment = source.segment(index)[name]
+            part = held[:, :, begin : begin + segment.shape[2]]
+            segment[:, :, : part.shape[2]] = part
+            begin, index = begin + segment.shape[2], index + 1
+
     def made_for(self, codec: Codec) -> SegmentStore:
         """Return an empty store for the stream's codec after it has learnt."""
         raise NotImplementedError("codecs of pages have learnt before")
@@ -140,8 +149,9 @@ class SegmentList(SegmentStore):
             parts = torch.split(units, size // field.tokens, 2)
             for part, segment in zip(parts, slab.field(field.name), strict=False):
                 segment[:, :, : part.shape[2]] = part
-        for index in range(max(kept - begin, 0) // size, count):
-            clear_segment(self._codec, slab.segment(index), max(kept - begin - index * size, 0))
+        whole, inside = divmod(max(kept - begin, 0), size)
+        if inside and whole < count:  # segments after it are of zeros
+            clear_segment(self._codec, slab.segment(whole), inside)
         return slab
 
     def _front(self, count: int) -> tuple[Slab, ...]:
@@ -152,6 +162,19 @@ class SegmentList(SegmentStore):
                 front.append(slab if slab.count <= count else slab.front(count))
             count -= slab.count
         return tuple(front)
+
+    def write(self, name: str, held: Tensor) -> None:
+        """Copy a field's units, all whole segments of a slab at once."""
+        for slab in self._slabs:
+            to = slab.field(name)
+            units = to.shape[3]
+            whole = min(held.shape[2] // units, slab.count)
+            part = torch.unflatten(held[:, :, : whole * units], 2, (whole, units))
+            to[:whole] = part.movedim(2, 0)
+            held = held[:, :, whole * units :]
+            if whole < slab.count:
+                to[whole, :, :, : held.shape[2]] = held
+                return
 
     def made_for(self, codec: Codec) -> SegmentList:
         """Return an empty list; the same where fields are the same."""

@@ -164,7 +164,7 @@ def restore(
     # Snapshots from before key offsets go on without them.
     offsets = spec is not None or held.manifest.version > 1
     known = inputs.load_calibration(calibration, network)
-    rings = ring_spec(held)
+    rings = ring_spec(held.records())
     if budget is None:
         source = spec or _recipe(held, network)
     else:  # its specs are on the way: the budget that the file was made with goes on

@@ -243,7 +243,7 @@ class PrefixCache:
                 failed[index] = "it is gone"
                 continue
             try:
-                prefix.put(index, self._kind.unpack(blob, index, part))
+                prefix.put(index, blob, part)
             except (FormatError, IntegrityError) as error:
                 failed[index] = str(error)
         end = min(failed, default=len(keys))
@@ -254,7 +254,7 @@ class PrefixCache:
         count, records = self._load_checkpoint(keys, ids, end)
         if count:
             try:
-                self._source.restore(prefix.end(count, records), seq)
+                self._source.restore(prefix.state(count, records), seq)
             except (FormatError, IntegrityError) as error:  # each is whole, all of them are not
                 self._drop(keys[:count])
                 self._shorter(0, len(keys), str(error))

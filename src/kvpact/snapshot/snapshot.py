@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import open_regular
+from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Columns, Container
 from kvpact.snapshot.manifest import (
@@ -27,7 +28,14 @@ from kvpact.snapshot.manifest import (
 )
 from kvpact.snapshot.pages import outside_heap, pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
-from kvpact.snapshot.state import SIDES, Identity, LayerState, RecordState, StreamState
+from kvpact.snapshot.state import (
+    SIDES,
+    CacheState,
+    Identity,
+    LayerState,
+    RecordState,
+    StreamState,
+)
 from kvpact.snapshot.tensors import (
     PAGES,
     TOKEN_IDS,
@@ -290,9 +298,23 @@ class Snapshot:
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
 
-    def take(self, index: int) -> LayerState:
-        """Return what `layer` does, for who holds it from now on; it may be asked for no more."""
-        return self.layer(index)
+    def state(self) -> CacheState:
+        """Return what caches restore; each layer is read when it is asked for.
+
+        Raises
+        ------
+        FormatError
+            It is a part, or its slots are of another version.
+        IntegrityError
+            The bytes of records were changed.
+        """
+        m = self.manifest
+        if m.slots != FORMAT_VERSION:
+            raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
+        if m.begin:
+            raise FormatError(f"a part that begins with token {m.begin}; join it with those before")
+        layers = map(self.layer, range(self.num_layers))
+        return CacheState(m.geometry, m.batch, m.tokens, layers, self.records())
 
     def records(self) -> list[RecordState]:
         """Return windows and states of a model's other layers; `IntegrityError` as of `layer`."""

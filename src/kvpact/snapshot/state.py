@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ class LayerState:
     streams: tuple[StreamState, StreamState] | None
     padding: tuple[int, ...] | None
 
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return max((stream.length for stream in self.streams or ()), default=0)
+
 
 @dataclass(frozen=True)
 class RecordState:
@@ -94,6 +99,20 @@ class RecordState:
     tensor: Tensor
     rows: int
     tokens: int
+
+
+class CacheState(NamedTuple):
+    """What a cache held, and a model's other layers: what caches restore, wherever it comes from.
+
+    `tokens`: of the longest layer; `layers`: each is made when it is asked for, once, so that all
+    of them need not be in memory at the same time.
+    """
+
+    geometry: CacheGeometry
+    batch: int
+    tokens: int
+    layers: Iterable[LayerState]
+    records: Sequence[RecordState] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvpact.errors import StoreError, StoreFull
 from kvpact.stores.base import (
@@ -172,12 +172,21 @@ class BackgroundStore(Store):
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs that wait or are stored; see `Store.get_many`."""
+        return self._found_many(keys, self._inner.get_many)
+
+    def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
+        """Return blobs that wait or are stored; see `Store.get_unverified`."""
+        return self._found_many(keys, self._inner.get_unverified)
+
+    def _found_many(
+        self, keys: Sequence[Key], get: Callable[[Sequence[Key]], Sequence[Any]]
+    ) -> list[Any]:
         names = [check_key(key) for key in keys]
         with self._opened():
             waiting = [self._queued(name) for name in names]
             self._hits += len(waiting) - waiting.count(None)
         rest = [name for name, blob in zip(names, waiting, strict=True) if blob is None]
-        stored = iter(self._inner.get_many(rest))
+        stored = iter(get(rest))
         return [next(stored) if blob is None else blob for blob in waiting]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:

@@ -93,12 +93,21 @@ class EncryptedStore(Store):
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs, authenticated; see `Store.get_many`."""
+        return self._blobs(keys, self._inner.get_many)
+
+    def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
+        """Return blobs, authenticated all the same; see `Store.get_unverified`."""
+        return self._blobs(keys, self._inner.get_unverified)
+
+    def _blobs(
+        self, keys: Sequence[Key], get: Callable[[Sequence[Key]], Sequence[Blob | None]]
+    ) -> list[bytes | None]:
         names = [check_key(key) for key in keys]
-        sealed = self._inner.get_many(names)
+        sealed = list(get(names))
         sealed.reverse()  # each goes when its blob is there
         return [self._blob(name, lambda name: sealed.pop()) for name in names]
 
-    def _blob(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
+    def _blob(self, name: str, get: Callable[[str], Blob | None]) -> bytes | None:
         try:
             return self._opened(name, get)
         except IntegrityError as error:
@@ -109,7 +118,7 @@ class EncryptedStore(Store):
         """Return a blob, authenticated; see `Store.fetch`."""
         return self._opened(check_key(key), self._inner.fetch)
 
-    def _opened(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
+    def _opened(self, name: str, get: Callable[[str], Blob | None]) -> bytes | None:
         sealed = get(name)
         if sealed is None:
             return None
@@ -121,13 +130,15 @@ class EncryptedStore(Store):
                 self._missed += blob is None
         return blob
 
-    def _open(self, name: str, sealed: bytes) -> bytes | None:
-        if not sealed.startswith(self._head):
-            other = "with another secret or cipher" if sealed.startswith(MAGIC) else "not at all"
+    def _open(self, name: str, sealed: Blob) -> bytes | None:
+        sealed = memoryview(sealed)
+        if sealed[:_HEAD] != self._head:
+            known = sealed[: len(MAGIC)] == MAGIC
+            other = "with another secret or cipher" if known else "not at all"
             warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
             return None
         try:
-            nonce, rest = sealed[_HEAD : _HEAD + _NONCE], memoryview(sealed)[_HEAD + _NONCE :]
+            nonce, rest = bytes(sealed[_HEAD : _HEAD + _NONCE]), sealed[_HEAD + _NONCE :]
             blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
             return blob
         except (self._refused, ValueError) as error:
