@@ -15,7 +15,6 @@ from kvpact.errors import (
     SpecError,
 )
 from kvpact.geometry import CacheGeometry
-from kvpact.prefixes.sources import source_of
 from kvpact.registry import Alias
 from kvpact.stores import MemoryStore
 
@@ -67,33 +66,6 @@ def test_layouts(store, make, ids, layout, spec):
     fill(loaded, ids, start=256, seq=seqs[1])
     fill(other, ids, start=256, seq=seqs[2])
     assert state(loaded, *extra) == state(other, *((seqs[2],) if extra else ()))
-
-
-class Kept:
-    """A source that keeps what it restored."""
-
-    def __init__(self, cache):
-        self._source, self.held = source_of(cache, "cpu"), None
-
-    def __getattr__(self, name):
-        return getattr(self._source, name)
-
-    def restore(self, held, seq):
-        self.held = held._replace(layers=list(held.layers))
-        self._source.restore(self.held, seq)
-        assert list(held.layers) == [], "each layer is there once"
-
-
-def test_a_prefix_is_a_state_that_any_cache_restores(store, make, ids):
-    source, loaded, other = (make("turboquant:bits=4,window=0") for _ in range(3))
-    prefix(store, fill(source, ids)).save(ids)
-    kept = Kept(loaded)
-    assert prefix(store, kept).load(ids) == 256
-    held = kept.held
-    assert (held.tokens, held.batch, held.geometry) == (256, 1, GEOMETRY)
-    assert [x.streams[0].packed for x in held.layers] == [256, 256]
-    other.restore_state(held)
-    assert state(loaded) == state(other) != state(source)
 
 
 @pytest.mark.parametrize(("one", "two"), [("contiguous", "paged"), ("view", "contiguous")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_latent_config, largest, query_groups
 from kvpact.key_offset import KeyOffset
 from kvpact.quantizers.checks import checks_are_deferred, require_finite
-from kvpact.snapshot import CacheState, Snapshot
+from kvpact.snapshot import Snapshot
+from kvpact.snapshot.state import CacheState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -88,14 +90,16 @@ def state_of(given: object) -> CacheState:
     return given.state()
 
 
-def refuse_records(held: CacheState) -> None:
-    """Raise `GeometryError` where a cache of K and V alone would lose a part of a state."""
+def check_fits(held: CacheState, geometry: CacheGeometry) -> None:
+    """Raise `GeometryError` unless a cache of K and V alone has room for all of a state."""
     if held.records:
         layers = len({record.layer for record in held.records})
         raise GeometryError(
             f"the snapshot has windows or states of {layers} more layers of its model, which this "
             "cache can't hold; restore it into a CompressedCache"
         )
+    if replace(held.geometry, dtype=None) != replace(geometry, dtype=None):
+        raise GeometryError(f"the snapshot is of {held.geometry}, the cache of {geometry}")
 
 
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:

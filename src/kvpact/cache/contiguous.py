@@ -13,11 +13,11 @@ from kvpact.cache import room
 from kvpact.cache.budgets import Budget
 from kvpact.cache.checks import (
     KeyOffsets,
+    check_fits,
     check_layer,
     check_offsets,
     check_query,
     check_tokens,
-    refuse_records,
     state_of,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
@@ -29,21 +29,15 @@ from kvpact.cache.modes import detached
 from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import (
-    build_snapshot,
-    check_geometry,
-    check_layer_state,
-    layer_state,
-    put_on_rung,
-    restored_layer,
-)
+from kvpact.cache.saved import build_snapshot, layer_state, put_on_rung, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import BudgetExceeded, CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, Hold, check_covered, giving_back
-from kvpact.snapshot import CacheState, Identity, RecordState, Snapshot
+from kvpact.snapshot import Identity, RecordState, Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
@@ -362,17 +356,12 @@ class ContiguousCache(Evictable, BatchRows):
         from (`Snapshot.select` chooses rows). `device`: where the tokens go; where the cache's are,
         or to the CPU, if omitted.
         """
-        held = state_of(snapshot)
-        refuse_records(held)
-        self.restore_state(held, device)
+        self.restore_state(state_of(snapshot), device)
 
     @detached
     def restore_state(self, held: CacheState, device: torch.device | str | None = None) -> None:
-        """Hold what a state says, but for records of other layers; errors as of `restore`.
-
-        Every layer is checked and built before any of this cache changes.
-        """
-        check_geometry(held, self.geometry)
+        """Hold what a state says; every layer is checked and built before any of them changes."""
+        check_fits(held, self.geometry)
         if self.max_tokens is not None and held.tokens > self.max_tokens:
             raise CacheFull(f"{held.tokens} tokens, {self.max_tokens} allowed")
         if device is None:
@@ -387,8 +376,8 @@ class ContiguousCache(Evictable, BatchRows):
                     schedule = self.budget.schedule(self.geometry, held.batch, dtype)
                     schedule.check_length(held.tokens)
                     put_on_rung(index, place, self.budget.rungs, schedule.layers[index], state)
-                check_layer_state(index, state, place.spec, self.geometry.dtype)
-                built.append(restored_layer(place, state, torch.device(device), shared=False))
+                known = torch.device(device), False, index, self.geometry.dtype
+                built.append(restored_layer(place, state, *known))
                 del state
             self._schedule = schedule
             for layer, new in zip(self._layers, built, strict=True):

@@ -9,20 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_tokens, refuse_records, state_of
+from kvpact.cache.checks import check_fits, check_layer, check_tokens, state_of
 from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
-from kvpact.cache.saved import (
-    build_snapshot,
-    check_geometry,
-    check_layer_state,
-    layer_state,
-    restored_layer,
-)
+from kvpact.cache.saved import build_snapshot, layer_state, restored_layer
 from kvpact.cache.sequence_pages import SequencePages, alone
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
 from kvpact.cache.stats import Summarized, Summary, paged_stats
@@ -31,8 +25,9 @@ from kvpact.contract import AttendConfig, check_dense
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.quantizers.checks import by_row
-from kvpact.snapshot import CacheState, Identity, LayerState, Snapshot
+from kvpact.snapshot import Identity, LayerState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
+from kvpact.snapshot.state import CacheState
 
 
 class PagedSequences(Summarized, SequencePages):
@@ -298,8 +293,7 @@ class PagedSequences(Summarized, SequencePages):
         self, held: CacheState, rows: Sequence[int], seqs: Sequence[int] | None = None
     ) -> list[int]:
         """Make a sequence of each of these rows of a state, all or none; see `restore`."""
-        refuse_records(held)
-        check_geometry(held, self.geometry)
+        check_fits(held, self.geometry)
         if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
             raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")
         old = [self._sequence(seq) for seq in seqs or ()]
@@ -325,11 +319,10 @@ class PagedSequences(Summarized, SequencePages):
         layers: list[list[CacheLayer]] = [[] for _ in rows]
         try:
             for index, state in enumerate(held.layers):
-                check_layer_state(index, state, self.specs[index], self._dtype)
                 for row, table, made in zip(rows, tables, layers, strict=True):
                     empty = self._empty_layer(index, table)
                     one = select_rows(state, [row]) if state.streams is not None else state
-                    made.append(restored_layer(empty, one, self.device, shared=True))
+                    made.append(restored_layer(empty, one, self.device, True, index, self._dtype))
         except BaseException:
             for page in pages:
                 self.pool.release(page)

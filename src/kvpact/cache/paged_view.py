@@ -21,7 +21,8 @@ from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
-from kvpact.snapshot import CacheState, Identity, Snapshot
+from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot.state import CacheState
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import CacheState, Snapshot
+from kvpact.snapshot import Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 
@@ -71,14 +72,12 @@ def recode(
     >>> small.save("chat.kv")
     >>> cache.restore(recode(Snapshot.load("chat.kv"), "trellis:bits=4", key_offsets=offsets))
     """
-    offsets = {}
-    for index in range(snapshot.num_layers if key_offsets is None else 0):
-        streams = snapshot.layer(index, 0, 0).streams
-        if streams is not None and streams[0].offset is not None:
-            offsets[index] = streams[0].offset
     held, specs = snapshot.state(), cache_specs(spec, snapshot.geometry)
-    kept = offsets if key_offsets is None else key_offsets
-    target = recoded(layers_of(held, device), specs, held.geometry, calibration, kept, device)
+    if key_offsets is None:
+        pairs = enumerate(snapshot.layer(index, 0, 0).streams for index in range(len(specs)))
+        key_offsets = {i: pair[0].offset for i, pair in pairs if pair and pair[0].offset}
+    alike = specs, held.geometry, calibration, key_offsets, device
+    target = recoded(layers_of(held, device), *alike)
     return target.snapshot_with(held.records, snapshot.token_ids, snapshot.manifest.identity)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpact.cache.checks import check_fits
 from kvpact.cache.codecs import Calibration, codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import E5M2
@@ -29,22 +30,14 @@ from kvpact.errors import (
     SpecError,
 )
 from kvpact.formats import TILE, Field
-from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as
-from kvpact.snapshot import (
-    CacheState,
-    FieldInfo,
-    Identity,
-    LayerState,
-    RecordState,
-    Snapshot,
-    StreamState,
-)
+from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
+from kvpact.snapshot.tensors import same_tensors
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
 
@@ -127,36 +120,18 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         )
     fields, slots = _slots(stream, first, last)
     sinks = stream.first_tokens(None)
-    sinks = None if sinks is None else sinks[:, :, first:last]
-    return StreamState(
-        fields,
-        slots,
-        last,
-        last,
-        stream.tail[:, :, :0],
-        sinks if sinks is not None and sinks.shape[2] else None,
-        {},
-        None if stream.offset is None else stream.offset.offset,
-    )
+    sinks = None if sinks is None or sinks.shape[2] <= first else sinks[:, :, first:last]
+    return StreamState(fields, slots, last, last, stream.tail[:, :, :0], sinks, {})
 
 
-def check_geometry(held: CacheState, geometry: CacheGeometry) -> None:
-    """Raise `GeometryError` unless a state is of a cache of this geometry, of whatever dtype."""
-    if replace(held.geometry, dtype=None) != replace(geometry, dtype=None):
-        raise GeometryError(f"the snapshot is of {held.geometry}, the cache of {geometry}")
-
-
-def check_layer_state(
-    index: int, state: LayerState, spec: Spec, dtype: torch.dtype | None
-) -> LayerState:
-    """Return a layer's state; raise a named error unless it is of this spec, and of this dtype."""
+def _check_spec(index: int, state: LayerState, spec: Spec, dtype: torch.dtype | None) -> None:
+    """Raise a named error unless a layer's state is of this spec, and of this dtype."""
     if state.spec != spec.to_json():
         found = str(Spec.from_json(state.spec))
         raise SpecError(f"layer {index} of the snapshot is of {found!r}, not {str(spec)!r}")
     given = dtype if state.streams is None else state.streams[0].tail.dtype
     if dtype is not None and given != dtype:
         raise DtypeError(f"the snapshot's tokens are {given}, the cache's {dtype}")
-    return state
 
 
 def put_on_rung(
@@ -190,17 +165,22 @@ def put_on_rung(
 
 
 def restored_layer(
-    empty: CacheLayer, state: LayerState, device: torch.device, shared: bool
+    empty: CacheLayer,
+    state: LayerState,
+    device: torch.device,
+    shared: bool,
+    index: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> CacheLayer:
-    """Fill an empty layer with a state; `shared` codecs must have learnt the same already."""
+    """Fill an empty layer with a state of its spec; `shared` codecs must have learnt the same."""
+    _check_spec(index, state, empty.spec, dtype)
     if state.streams is None:
         return empty
     streams = []
     for key, held in zip((True, False), state.streams, strict=True):
         method = empty.spec.key if key else empty.spec.value
         # First of all: whatever has no tokens may claim any number of rows.
-        sinks = 0 if held.sinks is None else held.sinks.shape[2]
-        _need(sinks == method.sinks, "number of sinks")
+        _need((0 if held.sinks is None else held.sinks.shape[2]) == method.sinks, "number of sinks")
         x = held.tail[:, :, :0].to(device)
         codec = empty.new_stream(x, key).codec
         if shared and not learnt_alike(codec, held):
@@ -304,22 +284,20 @@ def learnt_states(
     snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, device: torch.device
 ) -> Calibration:
     """Return what the codecs of every layer had learnt, on a device; errors as of a restore."""
-    check_geometry(snapshot.state(), geometry)
+    check_fits(snapshot.state(), geometry)
     states, dtype = {}, geometry.dtype or torch.float32
     for index, spec in enumerate(specs):
-        held = check_layer_state(index, snapshot.layer(index, 0, 0), spec, dtype).streams
-        if held is not None:
-            k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held)
+        _check_spec(index, held := snapshot.layer(index, 0, 0), spec, dtype)
+        if held.streams is not None:
+            k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held.streams)
             states[index] = (k, v)
     return states
 
 
 def learnt_alike(codec: Codec, stream: StreamState) -> bool:
     """Tell whether a codec has learnt exactly what a state's has."""
-    state = codec.state()
-    return state.keys() == stream.learnt.keys() and all(
-        torch.equal(tensor.cpu(), stream.learnt[name].cpu()) for name, tensor in state.items()
-    )
+    known, learnt = ({n: x.cpu() for n, x in y.items()} for y in (codec.state(), stream.learnt))
+    return same_tensors(known, learnt)
 
 
 def check_slots(codec: Codec, state: StreamState) -> None:
@@ -355,13 +333,5 @@ def build_snapshot(
     size = lcm(PAGE_TOKENS, least) if page_size is None else page_size
     if type(size) is not int or size < 1 or size % least:
         raise GeometryError(f"page_size should be a multiple of {least}, not {page_size!r}")
-    return Snapshot.build(
-        states,
-        slots=FORMAT_VERSION,
-        geometry=geometry,
-        layout=layout,
-        page_size=size,
-        identity=identity,
-        token_ids=token_ids,
-        records=records,
-    )
+    more: dict[str, Any] = {"identity": identity, "token_ids": token_ids, "records": records}
+    return Snapshot.build(states, geometry=geometry, layout=layout, page_size=size, **more)

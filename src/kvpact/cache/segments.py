@@ -37,14 +37,10 @@ class SegmentStore(ABC):
     def source(self) -> WritableSource:
         """Return what attention reads from; it stays as it is when segments are added."""
 
-    def write(self, name: str, held: Tensor) -> None:
-        """Copy a field's units `[B, H, units, …]` to the first segments."""
-        source, begin, index = self.source(), 0, 0
-        while begin < held.shape[2]:
-            segment = source.segment(index)[name]
-            part = held[:, :, begin : begin + segment.shape[2]]
-            segment[:, :, : part.shape[2]] = part
-            begin, index = begin + segment.shape[2], index + 1
+    def write(self, name: str, held: Tensor, units: int) -> None:
+        """Copy a field `[B, H, n, …]` to the first segments, each of so many units."""
+        for index, part in enumerate(torch.split(held, units, 2)):
+            self.source().segment(index)[name][:, :, : part.shape[2]] = part
 
     def made_for(self, codec: Codec) -> SegmentStore:
         """Return an empty store for the stream's codec after it has learnt."""
@@ -163,15 +159,12 @@ class SegmentList(SegmentStore):
             count -= slab.count
         return tuple(front)
 
-    def write(self, name: str, held: Tensor) -> None:
-        """Copy a field's units, all whole segments of a slab at once."""
+    def write(self, name: str, held: Tensor, units: int) -> None:
+        """Copy a field, all whole segments of a slab at once."""
         for slab in self._slabs:
-            to = slab.field(name)
-            units = to.shape[3]
-            whole = min(held.shape[2] // units, slab.count)
+            to, whole = slab.field(name), min(held.shape[2] // units, slab.count)
             part = torch.unflatten(held[:, :, : whole * units], 2, (whole, units))
-            to[:whole] = part.movedim(2, 0)
-            held = held[:, :, whole * units :]
+            to[:whole], held = part.movedim(2, 0), held[:, :, whole * units :]
             if whole < slab.count:
                 to[whole, :, :, : held.shape[2]] = held
                 return

@@ -101,10 +101,11 @@ class Stream(NamedTuple):
     ) -> Stream:
         """Return an empty stream with what another held; `slots` may be in the store already."""
         store = self.store.grown(packed, 0)
-        whole = -(-packed // store.segment_tokens) * store.segment_tokens
-        for field in self.codec.fields:
+        for field in self.codec.fields if slots and packed else ():
             if (held := (slots or {}).get(field.name)) is not None:
-                store.write(field.name, held[:, :, : whole // field.tokens])
+                units = store.segment_tokens // field.tokens
+                most = -(-packed // store.segment_tokens) * units
+                store.write(field.name, held[:, :, :most], units)
         return self._replace(store=store, packed=packed, sinks=sinks)._with_tail(tail, tail_start)
 
     def _with_tail(self, tail: Tensor, start: int) -> Stream:

@@ -26,7 +26,6 @@ from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.snapshot import (
-    CacheState,
     Container,
     FieldInfo,
     Identity,
@@ -37,7 +36,7 @@ from kvpact.snapshot import (
 )
 from kvpact.snapshot.container import as_bytes
 from kvpact.snapshot.pages import outside_heap, pack_pages, page_bytes, unpack_pages
-from kvpact.snapshot.state import geometry_json
+from kvpact.snapshot.state import CacheState, geometry_json
 from kvpact.spec import Spec
 from kvpact.stores.base import Blob
 

@@ -20,7 +20,8 @@ from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import CacheState, RecordState
+from kvpact.snapshot import RecordState
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 Codecs = list[tuple[Codec, Codec]]

@@ -3,18 +3,10 @@
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.manifest import Manifest
 from kvpact.snapshot.snapshot import Snapshot
-from kvpact.snapshot.state import (
-    CacheState,
-    FieldInfo,
-    Identity,
-    LayerState,
-    RecordState,
-    StreamState,
-)
+from kvpact.snapshot.state import FieldInfo, Identity, LayerState, RecordState, StreamState
 from kvpact.snapshot.tensors import token_hash
 
 __all__ = [
-    "CacheState",
     "Container",
     "FieldInfo",
     "Identity",

@@ -22,20 +22,12 @@ from kvpact.snapshot.manifest import (
     VERSIONS,
     LayerEntry,
     Manifest,
-    RecordInfo,
     pages_of,
     read_manifest,
 )
 from kvpact.snapshot.pages import outside_heap, pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
-from kvpact.snapshot.state import (
-    SIDES,
-    CacheState,
-    Identity,
-    LayerState,
-    RecordState,
-    StreamState,
-)
+from kvpact.snapshot.state import SIDES, CacheState, Identity, LayerState, RecordState, StreamState
 from kvpact.snapshot.tensors import (
     PAGES,
     TOKEN_IDS,
@@ -70,7 +62,7 @@ class Snapshot:
         cls,
         layers: Iterable[LayerState],
         *,
-        slots: int,
+        slots: int = FORMAT_VERSION,
         geometry: CacheGeometry,
         layout: str,
         page_size: int,
@@ -111,14 +103,14 @@ class Snapshot:
             layers=tuple(entries),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
-            records=tuple(RecordInfo.of(record) for record in records),
+            records=tuple(replace(x, tensor=x.tensor.to("meta")) for x in records),
         )
         if ids is not None and ids.numel():
             exact.insert(0, (TOKEN_IDS, ids))
         sizes.insert(0, 0 if ids is None else ids.nbytes)
         if records:
             sizes.append(sum(record.tensor.nbytes for record in records))
-            exact += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
+            exact += [(record.key, record.tensor) for record in records]
         widths = [part.shape[1] for part in parts]
         runs = [(1, sizes), (pages, widths)]
         if pages * sum(widths):
@@ -301,12 +293,7 @@ class Snapshot:
     def state(self) -> CacheState:
         """Return what caches restore; each layer is read when it is asked for.
 
-        Raises
-        ------
-        FormatError
-            It is a part, or its slots are of another version.
-        IntegrityError
-            The bytes of records were changed.
+        Raises `FormatError` for a part, or slots of another version, and errors as of `records`.
         """
         m = self.manifest
         if m.slots != FORMAT_VERSION:
@@ -320,7 +307,7 @@ class Snapshot:
         """Return windows and states of a model's other layers; `IntegrityError` as of `layer`."""
         m = self.manifest
         held = self._container.tensors(1 + len(m.layers)) if m.records else {}
-        return [RecordState(x.layer, x.name, held[x.tensor], x.rows, x.tokens) for x in m.records]
+        return [replace(record, tensor=held[record.key]) for record in m.records]
 
     def select(self, rows: Sequence[int]) -> Snapshot:
         """Return a snapshot of these rows of the batch, in this order; without token ids."""

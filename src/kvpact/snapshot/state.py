@@ -28,12 +28,8 @@ class FieldInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return {
-            "dtype": DTYPE_NAMES[self.dtype],
-            "name": self.name,
-            "shape": list(self.shape),
-            "tokens": self.tokens,
-        }
+        given = {**vars(self), "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        return dict(sorted(given.items()))
 
 
 @dataclass(frozen=True)
@@ -100,12 +96,22 @@ class RecordState:
     rows: int
     tokens: int
 
+    @property
+    def key(self) -> str:
+        """The name of its tensor in a file."""
+        return f"record.{self.layer}.{self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        about = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": list(self.tensor.shape)}
+        given = {name: value for name, value in vars(self).items() if name != "tensor"}
+        return dict(sorted({**given, **about}.items()))
+
 
 class CacheState(NamedTuple):
-    """What a cache held, and a model's other layers: what caches restore, wherever it comes from.
+    """What caches restore: of whatever origin, and of a model's other layers too.
 
-    `tokens`: of the longest layer; `layers`: each is made when it is asked for, once, so that all
-    of them need not be in memory at the same time.
+    `tokens`: of the longest layer; `layers`: each may be there once, when it is asked for.
     """
 
     geometry: CacheGeometry

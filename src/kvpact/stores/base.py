@@ -134,11 +134,7 @@ class Store(ABC):
         return [self.get(key) for key in keys]
 
     def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
-        """Return what `get_many` does, to a caller that checks every byte of each blob itself.
-
-        A store may leave its own checksum out then, so that each byte is hashed once. It still
-        tells an entry of another key or another version by its header.
-        """
+        """Return what `get_many` does, for callers that check every byte of a blob themselves."""
         return self.get_many(keys)
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:

@@ -89,7 +89,7 @@ class EncryptedStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.get`."""
-        return self._blob(check_key(key), self._inner.get)
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs, authenticated; see `Store.get_many`."""
@@ -99,55 +99,42 @@ class EncryptedStore(Store):
         """Return blobs, authenticated all the same; see `Store.get_unverified`."""
         return self._blobs(keys, self._inner.get_unverified)
 
-    def _blobs(
-        self, keys: Sequence[Key], get: Callable[[Sequence[Key]], Sequence[Blob | None]]
-    ) -> list[bytes | None]:
-        names = [check_key(key) for key in keys]
-        sealed = list(get(names))
-        sealed.reverse()  # each goes when its blob is there
-        return [self._blob(name, lambda name: sealed.pop()) for name in names]
-
-    def _blob(self, name: str, get: Callable[[str], Blob | None]) -> bytes | None:
-        try:
-            return self._opened(name, get)
-        except IntegrityError as error:
-            warnings.warn(str(error), StoreWarning, stacklevel=3)
-            return None
+    def _blobs(self, keys: Sequence[Key], get: Callable[..., Any]) -> list[bytes | None]:
+        names, blobs = [check_key(key) for key in keys], list[bytes | None]()
+        sealed = list(get(names))[::-1]  # each goes when its blob is there
+        for name in names:
+            try:
+                blobs.append(self._open(name, sealed.pop()))
+            except IntegrityError as error:
+                warnings.warn(str(error), StoreWarning, stacklevel=3)
+                blobs.append(None)
+        return blobs
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.fetch`."""
-        return self._opened(check_key(key), self._inner.fetch)
+        return self._open(name := check_key(key), self._inner.fetch(name))
 
-    def _opened(self, name: str, get: Callable[[str], Blob | None]) -> bytes | None:
-        sealed = get(name)
+    def _open(self, name: str, sealed: Blob | None) -> bytes | None:
         if sealed is None:
             return None
-        blob = None
+        view = memoryview(sealed)
+        nonce, rest = bytes(view[_HEAD : _HEAD + _NONCE]), view[_HEAD + _NONCE :]
         try:
-            blob = self._open(name, sealed)
-        finally:
-            with self._lock:
-                self._missed += blob is None
-        return blob
-
-    def _open(self, name: str, sealed: Blob) -> bytes | None:
-        sealed = memoryview(sealed)
-        if sealed[:_HEAD] != self._head:
-            known = sealed[: len(MAGIC)] == MAGIC
-            other = "with another secret or cipher" if known else "not at all"
-            warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
-            return None
-        try:
-            nonce, rest = bytes(sealed[_HEAD : _HEAD + _NONCE]), sealed[_HEAD + _NONCE :]
-            blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
-            return blob
+            if view[:_HEAD] == self._head:
+                blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
+                return blob
         except (self._refused, ValueError) as error:
             with self._lock:
-                self._damaged += 1
+                self._damaged, self._missed = self._damaged + 1, self._missed + 1
             self._inner.delete(name)
             raise IntegrityError(
                 f"{self!r}: {name} was forged: it fails its authentication; removed"
             ) from error
+        with self._lock:
+            self._missed += 1
+        other = "with another secret or cipher" if view[: len(MAGIC)] == MAGIC else "not at all"
+        warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
+        return None
 
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""

@@ -169,13 +169,7 @@ class RecordStore(Store):
 
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""
-        name = check_key(key)
-        self._check_open()
-        try:
-            return self._contains(name)
-        except StoreError as error:
-            self._failed(error)
-            return False
+        return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
         """Tell of each key whether there is an entry; see `Store.contains_many`."""

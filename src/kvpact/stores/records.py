@@ -51,10 +51,7 @@ def seal(key: str, blob: memoryview, created: float) -> tuple[bytes, memoryview]
 
 
 def unseal(key: str, record: bytes, *, verify: bool = True) -> RecordEntry:
-    """Check a record and return what is in it. Raises `IntegrityError`, `FormatError`.
-
-    Without `verify` its checksum is left to somebody who checks every byte of the blob.
-    """
+    """Check a record, but its checksum only to `verify`. Raises `IntegrityError`, `FormatError`."""
     view = memoryview(record)
     if verify:
         digest = blake2b(view[_START:], digest_size=_DIGEST).digest()

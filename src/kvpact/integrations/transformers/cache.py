@@ -62,7 +62,8 @@ from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import CacheState, Identity, LayerState, RecordState, Snapshot
+from kvpact.snapshot import Identity, LayerState, RecordState, Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import DEFAULT_SPEC, Spec
 
 
@@ -330,7 +331,7 @@ class CompressedCache(Evicting):
         own = {i: x for i, x in own.items() if i not in packed}
         records = checked(own, [x for x in records if x.layer not in packed], tokens, device)
         whole = shared.new_cache(geometry)
-        whole.restore_state(state._replace(layers=checked_layers()), device)
+        whole.restore_state(state._replace(layers=checked_layers(), records=()), device)
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
         shared.open(gaps)

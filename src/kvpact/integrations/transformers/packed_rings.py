@@ -15,21 +15,17 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
+from kvpact.cache.checks import check_fits
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.saved import (
-    build_snapshot,
-    check_geometry,
-    check_layer_state,
-    layer_state,
-    restored_layer,
-)
+from kvpact.cache.saved import build_snapshot, layer_state, restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.shared import SharedState
-from kvpact.snapshot import CacheState, RecordState, Snapshot
+from kvpact.snapshot import RecordState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 PACKED_RING = "packed_ring"
@@ -41,7 +37,7 @@ def packed_ring(entry: CacheLayer, geometry: CacheGeometry) -> Tensor:
     one = replace(geometry, num_layers=1)
     state, given = layer_state(entry), ([entry.spec], one, ContiguousCache.layout, None, None, None)
     batch = 0 if state.streams is None else len(state.streams[0].tail)
-    states = [select_rows(state, [row]) for row in range(batch)]
+    states = (select_rows(state, [row]) for row in range(batch))
     rows = [build_snapshot([row], *given).to_bytes() for row in states]
     size = max(map(len, rows))
     data = b"".join(len(x).to_bytes(_LENGTH, "little") + x.ljust(size, b"\0") for x in rows)
@@ -126,10 +122,9 @@ def _restore(
     entry: CacheLayer, rows: Sequence[CacheState], geometry: CacheGeometry, device: Any
 ) -> None:
     for row in rows:
-        check_geometry(row, geometry)
-    layers, dtype = [layer for row in rows for layer in row.layers], geometry.dtype
-    state = stack_rows([check_layer_state(0, layer, entry.spec, dtype) for layer in layers])
-    new = restored_layer(entry.empty(), state, torch.device(device), shared=False)
+        check_fits(row, geometry)
+    state = stack_rows([layer for row in rows for layer in row.layers])
+    new = restored_layer(entry.empty(), state, torch.device(device), False, dtype=geometry.dtype)
     entry.restore(new.k, new.v, new.padding, new._held.seen)
 
 

@@ -29,7 +29,8 @@ from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.fetch import first_lacking
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import CacheState, RecordState
+from kvpact.snapshot import RecordState
+from kvpact.snapshot.state import CacheState
 from kvpact.stores import Store
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*_token_(id|index)")
