@@ -46,9 +46,8 @@ class Passes(TorchDispatchMode):
 def test_each_byte_is_hashed_once(tmp_path, monkeypatch, storage, copies, secret):
     with DirectoryStore(tmp_path) as folder:
         store = folder if secret is None else EncryptedStore(folder, secret)
-        loaded, whole = (create_cache(SPEC, WIDE) for _ in range(2))
+        loaded, whole = create_cache(SPEC, WIDE), fill(create_cache(SPEC, WIDE), list(range(1024)))
         mine, other = (PrefixCache(store, x, model="m", storage=storage) for x in (loaded, whole))
-        fill(whole, list(range(1024)))
         assert other.save(range(1024)) == 16
         size, passes = folder.stats().bytes, Passes(monkeypatch)
         with passes:

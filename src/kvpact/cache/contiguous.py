@@ -29,7 +29,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import build_snapshot, layer_state, put_on_rung, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, put_on_rung, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
@@ -344,9 +344,15 @@ class ContiguousCache(Evictable, BatchRows):
     ) -> Snapshot:
         """Return a snapshot that has what other layers of the model hold, too."""
         with giving_back():
-            states = map(layer_state, self._layers)
-            given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
-            return build_snapshot(*given, records)
+            return Snapshot.build(
+                map(layer_state, self._layers),
+                geometry=self.geometry,
+                layout=self.layout,
+                page_size=page_tokens(self.specs, self.geometry, page_size),
+                identity=identity,
+                token_ids=token_ids,
+                records=records,
+            )
 
     @detached
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
@@ -367,17 +373,17 @@ class ContiguousCache(Evictable, BatchRows):
         if device is None:
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
-        schedule, built = self._schedule, list[CacheLayer]()
+        schedule, built, where = self._schedule, list[CacheLayer](), torch.device(device)
         with giving_back():
             for index, state in enumerate(held.layers):
                 place = self._layers[index].empty()
                 if self.budget is not None and state.streams is not None:
-                    dtype = state.streams[0].tail.dtype
-                    schedule = self.budget.schedule(self.geometry, held.batch, dtype)
+                    given = state.streams[0].tail.dtype
+                    schedule = self.budget.schedule(self.geometry, held.batch, given)
                     schedule.check_length(held.tokens)
                     put_on_rung(index, place, self.budget.rungs, schedule.layers[index], state)
-                known = torch.device(device), False, index, self.geometry.dtype
-                built.append(restored_layer(place, state, *known))
+                dtype = self.geometry.dtype
+                built.append(restored_layer(place, state, where, False, index, dtype))
                 del state
             self._schedule = schedule
             for layer, new in zip(self._layers, built, strict=True):

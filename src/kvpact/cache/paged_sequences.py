@@ -16,7 +16,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
-from kvpact.cache.saved import build_snapshot, layer_state, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.cache.sequence_pages import SequencePages, alone
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
 from kvpact.cache.stats import Summarized, Summary, paged_stats
@@ -257,8 +257,13 @@ class PagedSequences(Summarized, SequencePages):
             The sequences are of unlike length or were cut at unlike places.
         """
         states = self._states([seqs] if isinstance(seqs, int) else list(seqs))
-        return build_snapshot(
-            states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+        return Snapshot.build(
+            states,
+            geometry=self.geometry,
+            layout=self.layout,
+            page_size=page_tokens(self.specs, self.geometry, page_size),
+            identity=identity,
+            token_ids=token_ids,
         )
 
     @alone

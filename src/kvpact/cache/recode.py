@@ -76,8 +76,8 @@ def recode(
     if key_offsets is None:
         pairs = enumerate(snapshot.layer(index, 0, 0).streams for index in range(len(specs)))
         key_offsets = {i: pair[0].offset for i, pair in pairs if pair and pair[0].offset}
-    alike = specs, held.geometry, calibration, key_offsets, device
-    target = recoded(layers_of(held, device), *alike)
+    layers = layers_of(held, device)
+    target = recoded(layers, specs, held.geometry, calibration, key_offsets, device)
     return target.snapshot_with(held.records, snapshot.token_ids, snapshot.manifest.identity)
 
 

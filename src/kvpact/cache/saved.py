@@ -6,7 +6,7 @@ takes it over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -36,7 +36,7 @@ from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as
-from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
+from kvpact.snapshot import FieldInfo, LayerState, Snapshot, StreamState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
@@ -45,13 +45,22 @@ PAGE_TOKENS = 64
 """Least tokens per page of a snapshot: smaller pages cost checksums, larger ones empty slots."""
 
 
-def least_page_size(specs: Sequence[Spec], geometry: CacheGeometry) -> int:
-    """Return the tokens that pages have to be multiples of: whole tiles and groups."""
+def page_tokens(
+    specs: Sequence[Spec], geometry: CacheGeometry, given: int | None, name: str = "page_size"
+) -> int:
+    """Return the tokens of a page: whole tiles and groups, the least from 64 on or those `given`.
+
+    Raises `GeometryError`.
+    """
     dtype, groups = geometry.dtype or torch.float32, set()
     for spec in set(specs):
         groups.add(codec_of(spec.key, True, geometry.head_dim, dtype).group)
         groups.add(codec_of(spec.value, False, geometry.value_dim, dtype).group)
-    return lcm(TILE, *groups)
+    least = lcm(TILE, *groups)
+    size = lcm(PAGE_TOKENS, least) if given is None else given
+    if type(size) is not int or size < 1 or size % least:
+        raise GeometryError(f"{name} should be a multiple of {least} tokens, not {given!r}")
+    return size
 
 
 def field_info(field: Field) -> FieldInfo:
@@ -141,10 +150,7 @@ def put_on_rung(
     changes: Sequence[tuple[int, Spec]],
     state: LayerState,
 ) -> None:
-    """Put an empty layer on the rung of a state, that of its `changes` of specs or a lower one.
-
-    Raises `BudgetExceeded`.
-    """
+    """Put an empty layer on a state's rung, one of `changes` or lower; else `BudgetExceeded`."""
     keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
     held, count = Spec.from_json(state.spec), state.length
     wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
@@ -316,22 +322,3 @@ def check_slots(codec: Codec, state: StreamState) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def build_snapshot(
-    states: Iterable[LayerState],
-    specs: Sequence[Spec],
-    geometry: CacheGeometry,
-    layout: str,
-    token_ids: Tensor | None,
-    identity: Identity | None,
-    page_size: int | None,
-    records: Sequence[RecordState] = (),
-) -> Snapshot:
-    """Make a snapshot of layers' states (see `ContiguousCache.snapshot`)."""
-    least = least_page_size(specs, geometry)
-    size = lcm(PAGE_TOKENS, least) if page_size is None else page_size
-    if type(size) is not int or size < 1 or size % least:
-        raise GeometryError(f"page_size should be a multiple of {least}, not {page_size!r}")
-    more: dict[str, Any] = {"identity": identity, "token_ids": token_ids, "records": records}
-    return Snapshot.build(states, geometry=geometry, layout=layout, page_size=size, **more)

@@ -32,6 +32,11 @@ def first_lacking(keys: Sequence[str], lack: Callable[[Sequence[str]], list[bool
     return len(keys)
 
 
+def fetched_one(store: Store, key: str, *, verify: bool) -> Blob | None:
+    """Return the blob under a key; without `verify` for who checks every byte of it."""
+    return store.get(key) if verify else store.get_unverified([key])[0]
+
+
 def fetched(store: Store, keys: Sequence[str]) -> Iterator[tuple[int, Blob | None]]:
     """Yield each key's number and blob, unverified, the last first, while the next are fetched.
 

@@ -181,8 +181,8 @@ class StoredSource:
         codecs, known = self._source.codecs(), None
         if codecs is not None:
             known = {i: (_on_cpu(k), _on_cpu(v)) for i, (k, v) in enumerate(codecs)}
-        alike = self._source.specs, held.geometry, known, self.key_offsets, "cpu"
-        made = recoded(layers_of(held, "cpu"), *alike)
+        stored, specs = layers_of(held, "cpu"), self._source.specs
+        made = recoded(stored, specs, held.geometry, known, self.key_offsets, "cpu")
         layers = (layer_state(made.entry(index)) for index in range(len(made.specs)))
         self._source.restore(held._replace(layers=layers), seq)
 

@@ -235,19 +235,9 @@ class Snapshot:
         return Snapshot.from_bytes, (self.to_bytes(),)
 
     def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
-        """Return a layer's state; only its own bytes are read, and checked.
+        """Return a layer's state, of the pages `first <= p < last` of the file, or of all.
 
-        Parameters
-        ----------
-        index : int
-            The layer.
-        first, last : int
-            The pages `first <= p < last` of the file; all if omitted.
-
-        Raises
-        ------
-        IntegrityError
-            Its bytes were changed.
+        Its own bytes alone are read, and checked. Raises `IntegrityError` where they were changed.
         """
         m = self.manifest
         if not 0 <= index < len(m.layers):
@@ -262,7 +252,7 @@ class Snapshot:
         exact = self._container.tensors(1 + index)
         data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8, device="cpu")
         for page in range(first, last):
-            data[page - first] = self._container.section(paged + len(m.layers) * page + index)
+            self._container.section(paged + len(m.layers) * page + index, data[page - first])
         rows = (m.batch, m.geometry.num_kv_heads)
         slots = unpack_pages(data, [stream.fields for stream in entry.streams], rows, m.page_size)
         dims = (m.geometry.head_dim, m.geometry.value_dim)
@@ -291,10 +281,7 @@ class Snapshot:
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
 
     def state(self) -> CacheState:
-        """Return what caches restore; each layer is read when it is asked for.
-
-        Raises `FormatError` for a part, or slots of another version, and errors as of `records`.
-        """
+        """Return what caches restore, to be read layer by layer. Raises `FormatError` of a part."""
         m = self.manifest
         if m.slots != FORMAT_VERSION:
             raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")

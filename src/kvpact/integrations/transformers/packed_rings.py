@@ -18,7 +18,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import check_fits
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.saved import build_snapshot, layer_state, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError, GeometryError
 from kvpact.geometry import CacheGeometry
@@ -34,11 +34,11 @@ _LENGTH = 8
 
 def packed_ring(entry: CacheLayer, geometry: CacheGeometry) -> Tensor:
     """Return what a layer of such K and V holds, `[B, n]` uint8."""
-    one = replace(geometry, num_layers=1)
-    state, given = layer_state(entry), ([entry.spec], one, ContiguousCache.layout, None, None, None)
-    batch = 0 if state.streams is None else len(state.streams[0].tail)
-    states = (select_rows(state, [row]) for row in range(batch))
-    rows = [build_snapshot([row], *given).to_bytes() for row in states]
+    one, state, rows = replace(geometry, num_layers=1), layer_state(entry), list[bytes]()
+    size, layout = page_tokens([entry.spec], one, None), ContiguousCache.layout
+    for row in range(0 if state.streams is None else len(state.streams[0].tail)):
+        held = [select_rows(state, [row])]
+        rows.append(Snapshot.build(held, geometry=one, layout=layout, page_size=size).to_bytes())
     size = max(map(len, rows))
     data = b"".join(len(x).to_bytes(_LENGTH, "little") + x.ljust(size, b"\0") for x in rows)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(rows), -1)
