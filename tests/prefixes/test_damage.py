@@ -136,13 +136,13 @@ def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):
 
 def test_what_another_process_has_repaired_is_loaded(store, ids, saved, monkeypatch):
     keys, _ = saved
-    cache, get_many = create_cache(SPEC, GEOMETRY), store.get_many
+    cache, get = create_cache(SPEC, GEOMETRY), store.get_unverified
     prefixes = PrefixCache(store, cache, model="m")
 
     def without(asked):
-        return [None if k == keys[2] else x for k, x in zip(asked, get_many(asked), strict=True)]
+        return [None if k == keys[2] else x for k, x in zip(asked, get(asked), strict=True)]
 
-    monkeypatch.setattr(store, "get_many", without)
+    monkeypatch.setattr(store, "get_unverified", without)
     with pytest.warns(StoreWarning, match="chunk 2 of 4"):
         assert prefixes.load(ids) == 128
     monkeypatch.undo()
@@ -198,7 +198,7 @@ def test_chunks_that_can_not_be_joined_are_a_miss(store, ids, saved, monkeypatch
     cache = create_cache(SPEC, GEOMETRY)
     prefixes = PrefixCache(store, cache, model="m")
     with monkeypatch.context() as patched:
-        patched.setattr(Prefix, "end", refuse)
+        patched.setattr(Prefix, "state", refuse)
         with pytest.warns(StoreWarning, match="chunk 0 of 4 .*no reason"):
             assert prefixes.load(ids) == cache.seq_len(0) == 0
     assert len(store) == 0

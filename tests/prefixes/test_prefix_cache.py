@@ -12,13 +12,10 @@ from kvpact.errors import (
     DtypeError,
     GeometryError,
     MismatchError,
-    SnapshotError,
     SpecError,
 )
 from kvpact.geometry import CacheGeometry
-from kvpact.prefixes.sources import source_of
 from kvpact.registry import Alias
-from kvpact.snapshot import Snapshot
 from kvpact.stores import MemoryStore
 
 from .conftest import GEOMETRY, calibration, fill
@@ -69,36 +66,6 @@ def test_layouts(store, make, ids, layout, spec):
     fill(loaded, ids, start=256, seq=seqs[1])
     fill(other, ids, start=256, seq=seqs[2])
     assert state(loaded, *extra) == state(other, *((seqs[2],) if extra else ()))
-
-
-class Kept:
-    """A source that keeps what it restored."""
-
-    def __init__(self, cache):
-        self._source, self.read, self.taken = source_of(cache, "cpu"), None, None
-
-    def __getattr__(self, name):
-        return getattr(self._source, name)
-
-    def restore(self, snapshot, seq):
-        self.read = Snapshot.from_bytes(snapshot.to_bytes())
-        again = [snapshot.layer(index) for index in range(2)]
-        assert [state.streams[0].packed for state in again] == [256, 256]
-        self._source.restore(snapshot, seq)
-        self.taken = snapshot
-
-
-def test_a_prefix_is_a_snapshot_that_a_cache_takes_over(store, make, ids):
-    source, loaded, other = (make("turboquant:bits=4,window=0") for _ in range(3))
-    prefix(store, fill(source, ids)).save(ids)
-    kept = Kept(loaded)
-    assert prefix(store, kept).load(ids) == 256
-    assert (kept.read.tokens, kept.read.token_ids) == (kept.taken.tokens, None) == (256, None)
-    assert kept.read.manifest == kept.taken.manifest
-    other.restore(kept.read)
-    assert state(loaded) == state(other)
-    with pytest.raises(SnapshotError, match=r"took over.*load it again"):
-        kept.taken.layer(0)
 
 
 @pytest.mark.parametrize(("one", "two"), [("contiguous", "paged"), ("view", "contiguous")])

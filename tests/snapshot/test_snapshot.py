@@ -383,9 +383,9 @@ def test_rows_go_into_as_many_different_sequences(snapshot: Snapshot):
     free = cache.num_free_pages
     for rows, wanted in (([0, 1], seqs[:1]), ([0], seqs), ([0, 1], [seqs[0], seqs[0]])):
         with pytest.raises(errors.SequenceError, match="different sequences"):
-            cache.restore_rows(snapshot, rows, wanted)
+            cache.restore_state(snapshot.state(), rows, wanted)
         assert cache.num_free_pages == free
-    assert cache.restore_rows(snapshot, [1, 0], seqs) == seqs
+    assert cache.restore_state(snapshot.state(), [1, 0], seqs) == seqs
 
 
 def test_a_slice_has_no_sinks_from_behind_its_end():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvpact.kernels import check_latent_config, largest, query_groups
 from kvpact.key_offset import KeyOffset
 from kvpact.quantizers.checks import checks_are_deferred, require_finite
 from kvpact.snapshot import Snapshot
+from kvpact.snapshot.state import CacheState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -81,22 +83,23 @@ def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> Non
         check_latent_config(config)
 
 
-def known_snapshot(given: object) -> Snapshot:
-    """Return a `Snapshot` as it is; raise `DtypeError` for anything else."""
+def state_of(given: object) -> CacheState:
+    """Return the state in a `Snapshot`; raise `DtypeError` for anything else."""
     if not isinstance(given, Snapshot):
         raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; see Snapshot.load")
-    return given
+    return given.state()
 
 
-def refuse_records(snapshot: object) -> None:
-    """Raise `GeometryError` where a cache of K and V alone would lose a part of a snapshot."""
-    records = known_snapshot(snapshot).manifest.records
-    if records:
-        layers = len({record.layer for record in records})
+def check_fits(held: CacheState, geometry: CacheGeometry) -> None:
+    """Raise `GeometryError` unless a cache of K and V alone has room for all of a state."""
+    if held.records:
+        layers = len({record.layer for record in held.records})
         raise GeometryError(
             f"the snapshot has windows or states of {layers} more layers of its model, which this "
             "cache can't hold; restore it into a CompressedCache"
         )
+    if replace(held.geometry, dtype=None) != replace(geometry, dtype=None):
+        raise GeometryError(f"the snapshot is of {held.geometry}, the cache of {geometry}")
 
 
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:

@@ -13,11 +13,12 @@ from kvpact.cache import room
 from kvpact.cache.budgets import Budget
 from kvpact.cache.checks import (
     KeyOffsets,
+    check_fits,
     check_layer,
     check_offsets,
     check_query,
     check_tokens,
-    refuse_records,
+    state_of,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.evict import Evictable
@@ -28,7 +29,7 @@ from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.room import go_down
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import build_snapshot, check_fits, layer_state, put_on_rungs, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, put_on_rung, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
@@ -36,6 +37,7 @@ from kvpact.errors import BudgetExceeded, CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, Hold, check_covered, giving_back
 from kvpact.snapshot import Identity, RecordState, Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
@@ -342,9 +344,15 @@ class ContiguousCache(Evictable, BatchRows):
     ) -> Snapshot:
         """Return a snapshot that has what other layers of the model hold, too."""
         with giving_back():
-            states = map(layer_state, self._layers)
-            given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
-            return build_snapshot(*given, records)
+            return Snapshot.build(
+                map(layer_state, self._layers),
+                geometry=self.geometry,
+                layout=self.layout,
+                page_size=page_tokens(self.specs, self.geometry, page_size),
+                identity=identity,
+                token_ids=token_ids,
+                records=records,
+            )
 
     @detached
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
@@ -354,41 +362,33 @@ class ContiguousCache(Evictable, BatchRows):
         from (`Snapshot.select` chooses rows). `device`: where the tokens go; where the cache's are,
         or to the CPU, if omitted.
         """
-        refuse_records(snapshot)
-        self.restore_layers(snapshot, device)
+        self.restore_state(state_of(snapshot), device)
 
     @detached
-    def restore_layers(self, snapshot: Snapshot, device: torch.device | str | None) -> None:
-        """Restore all but what other layers of the model hold."""
-        places = self._places(snapshot)
-        specs = [entry.spec for entry in places]
-        check_fits(snapshot, specs, self.geometry, self.geometry.dtype)
-        if self.max_tokens is not None and snapshot.tokens > self.max_tokens:
-            raise CacheFull(f"{snapshot.tokens} tokens, {self.max_tokens} allowed")
+    def restore_state(self, held: CacheState, device: torch.device | str | None = None) -> None:
+        """Hold what a state says; every layer is checked and built before any of them changes."""
+        check_fits(held, self.geometry)
+        if self.max_tokens is not None and held.tokens > self.max_tokens:
+            raise CacheFull(f"{held.tokens} tokens, {self.max_tokens} allowed")
         if device is None:
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
+        schedule, built, where = self._schedule, list[CacheLayer](), torch.device(device)
         with giving_back():
-            built = [
-                restored_layer(place, snapshot.take(index), torch.device(device), shared=False)
-                for index, place in enumerate(places)
-            ]
+            for index, state in enumerate(held.layers):
+                place = self._layers[index].empty()
+                if self.budget is not None and state.streams is not None:
+                    given = state.streams[0].tail.dtype
+                    schedule = self.budget.schedule(self.geometry, held.batch, given)
+                    schedule.check_length(held.tokens)
+                    put_on_rung(index, place, self.budget.rungs, schedule.layers[index], state)
+                dtype = self.geometry.dtype
+                built.append(restored_layer(place, state, where, False, index, dtype))
+                del state
+            self._schedule = schedule
             for layer, new in zip(self._layers, built, strict=True):
-                held = new._held
-                layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rungs, held.ahead)
-
-    def _places(self, snapshot: Snapshot) -> list[CacheLayer]:
-        """Return empty layers to restore a snapshot into, with a budget each on its rung."""
-        places = [layer.empty() for layer in self._layers]
-        entries = snapshot.manifest.layers if isinstance(snapshot, Snapshot) else []
-        dtype = next((entry.dtype for entry in entries if entry.dtype is not None), None)
-        if self.budget is None or len(entries) != len(places) or dtype is None:
-            return places
-        schedule = self.budget.schedule(self.geometry, snapshot.manifest.batch, dtype)
-        schedule.check_length(snapshot.tokens)
-        put_on_rungs(places, self.budget.rungs, schedule.layers, entries)
-        self._schedule = schedule
-        return places
+                was = new._held
+                layer.restore(new.k, new.v, new.padding, was.seen, 0, was.rungs, was.ahead)
 
     @detached
     def fork(self) -> Self:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_tokens, refuse_records
+from kvpact.cache.checks import check_fits, check_layer, check_tokens, state_of
 from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
-from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.cache.sequence_pages import SequencePages, alone
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
 from kvpact.cache.stats import Summarized, Summary, paged_stats
@@ -27,6 +27,7 @@ from kvpact.geometry import CacheGeometry, check_count
 from kvpact.quantizers.checks import by_row
 from kvpact.snapshot import Identity, LayerState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
+from kvpact.snapshot.state import CacheState
 
 
 class PagedSequences(Summarized, SequencePages):
@@ -256,8 +257,13 @@ class PagedSequences(Summarized, SequencePages):
             The sequences are of unlike length or were cut at unlike places.
         """
         states = self._states([seqs] if isinstance(seqs, int) else list(seqs))
-        return build_snapshot(
-            states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+        return Snapshot.build(
+            states,
+            geometry=self.geometry,
+            layout=self.layout,
+            page_size=page_tokens(self.specs, self.geometry, page_size),
+            identity=identity,
+            token_ids=token_ids,
         )
 
     @alone
@@ -285,19 +291,18 @@ class PagedSequences(Summarized, SequencePages):
         KVPactError
             As of `EngineCache.restore`; `MismatchError` also where codecs learnt other things.
         """
-        return self.restore_rows(snapshot, [row], None if seq is None else [seq])[0]
+        return self.restore_state(state_of(snapshot), [row], None if seq is None else [seq])[0]
 
     @alone
-    def restore_rows(
-        self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None = None
+    def restore_state(
+        self, held: CacheState, rows: Sequence[int], seqs: Sequence[int] | None = None
     ) -> list[int]:
-        """Make a sequence of each of these rows, all or none; see `restore`."""
-        refuse_records(snapshot)
-        check_fits(snapshot, self.specs, self.geometry, self._dtype)
+        """Make a sequence of each of these rows of a state, all or none; see `restore`."""
+        check_fits(held, self.geometry)
         if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
             raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")
         old = [self._sequence(seq) for seq in seqs or ()]
-        built = self._restored(snapshot, rows)
+        built = self._restored(held, rows)
         if seqs is None:
             return self._add(built)
         self._retired.extend(old)
@@ -307,23 +312,22 @@ class PagedSequences(Summarized, SequencePages):
             sequence.end()
         return list(seqs)
 
-    def _restored(self, snapshot: Snapshot, rows: Sequence[int]) -> list[PagedSequence]:
+    def _restored(self, held: CacheState, rows: Sequence[int]) -> list[PagedSequence]:
         """Return new sequences, each on pages of its own; pages go back if one can't be made."""
-        batch, size = snapshot.manifest.batch, self.pool.page_size
+        batch, size = held.batch, self.pool.page_size
         for row in rows:
             if type(row) is not int or not 0 <= row < max(batch, 1):
                 raise GeometryError(f"row {row!r} is not one of 0 ... {max(batch, 1) - 1}")
-        per_row = -(-snapshot.tokens // size)
-        pages = self.pool.take(per_row * len(rows), f"{snapshot.tokens} tokens, {len(rows)} times")
+        per_row = -(-held.tokens // size)
+        pages = self.pool.take(per_row * len(rows), f"{held.tokens} tokens, {len(rows)} times")
         tables = [pages[i * per_row : (i + 1) * per_row] for i in range(len(rows))]
         layers: list[list[CacheLayer]] = [[] for _ in rows]
         try:
-            for index in range(len(self.specs)):
-                state = snapshot.take(index)
+            for index, state in enumerate(held.layers):
                 for row, table, made in zip(rows, tables, layers, strict=True):
                     empty = self._empty_layer(index, table)
                     one = select_rows(state, [row]) if state.streams is not None else state
-                    made.append(restored_layer(empty, one, self.device, shared=True))
+                    made.append(restored_layer(empty, one, self.device, True, index, self._dtype))
         except BaseException:
             for page in pages:
                 self.pool.release(page)

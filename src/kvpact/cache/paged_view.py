@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_query, known_snapshot
+from kvpact.cache.checks import check_layer, check_query, state_of
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_sequences import PagedSequences
@@ -22,6 +22,7 @@ from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
 from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot.state import CacheState
 
 T = TypeVar("T")
 
@@ -275,9 +276,13 @@ class PagedView(BatchRows):
 
         A view of sequences that it was given keeps their ids and takes as many rows as it has.
         """
-        rows = list(range(known_snapshot(snapshot).manifest.batch))
+        self.restore_state(state_of(snapshot))
+
+    def restore_state(self, held: CacheState) -> None:
+        """Hold what a state says; see `restore`."""
+        rows = list(range(held.batch))
         if self._owns:
-            old, self.seqs = self.seqs, self.cache.restore_rows(snapshot, rows) or None
+            old, self.seqs = self.seqs, self.cache.restore_state(held, rows) or None
             for seq in old or ():
                 self.cache.free(seq)
         elif len(rows) != len(self.seqs or ()):
@@ -285,7 +290,7 @@ class PagedView(BatchRows):
                 f"the snapshot has {len(rows)} rows, the view {len(self.seqs or ())} sequences"
             )
         else:
-            self.cache.restore_rows(snapshot, rows, self.seqs)
+            self.cache.restore_state(held, rows, self.seqs)
 
     def fork(self) -> PagedView:
         """Return a view of forked sequences."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.reserve import room_for
-from kvpact.cache.saved import check_fits, learnt_states
+from kvpact.cache.saved import learnt_states
 from kvpact.cache.segments import SegmentStore, clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
@@ -47,8 +47,7 @@ class PagePool:
     ) -> None:
         check_count("num_pages", num_pages, 1)
         if isinstance(calibration, Snapshot):
-            check_fits(calibration, specs, geometry, geometry.dtype or torch.float32)
-            calibration = learnt_states(calibration, device)
+            calibration = learnt_states(calibration, specs, geometry, device)
         calibration = states_of(calibration, specs, geometry, device)
         self.codecs = layer_codecs(specs, geometry, calibration, offsets)
         codecs = [codec for pair in self.codecs for codec in pair]

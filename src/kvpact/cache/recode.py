@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from kvpact.cache.checks import KeyOffsets
+from kvpact.cache.checks import KeyOffsets, check_offsets
 from kvpact.cache.codecs import Calibration, cache_specs, states_of
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
+from kvpact.cache.saved import restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import Compute
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 
@@ -69,21 +72,29 @@ def recode(
     >>> small.save("chat.kv")
     >>> cache.restore(recode(Snapshot.load("chat.kv"), "trellis:bits=4", key_offsets=offsets))
     """
-    m = snapshot.manifest
-    before = [Spec.from_json(layer.spec) for layer in m.layers]
-    after = cache_specs(spec, m.geometry)
-    streams = enumerate(snapshot.layer(index).streams for index in range(len(before)))
-    offsets = {i: pair[0].offset for i, pair in streams if pair and pair[0].offset}
-    source = ContiguousCache(before, m.geometry, key_offsets=offsets)
-    source.restore_layers(snapshot, device)
-    kept = offsets if key_offsets is None else key_offsets
-    layers = [source.entry(index) for index in range(len(before))]
-    target = recoded(layers, after, m.geometry, calibration, kept, device)
-    return target.snapshot_with(snapshot.records(), snapshot.token_ids, m.identity)
+    held, specs = snapshot.state(), cache_specs(spec, snapshot.geometry)
+    if key_offsets is None:
+        pairs = enumerate(snapshot.layer(index, 0, 0).streams for index in range(len(specs)))
+        key_offsets = {i: pair[0].offset for i, pair in pairs if pair and pair[0].offset}
+    layers = layers_of(held, device)
+    target = recoded(layers, specs, held.geometry, calibration, key_offsets, device)
+    return target.snapshot_with(held.records, snapshot.token_ids, snapshot.manifest.identity)
 
 
+def layers_of(held: CacheState, device: torch.device | str) -> Iterator[CacheLayer]:
+    """Yield layers that hold a state, one after the other, each by its own spec."""
+    compute = Compute()
+    for index, state in enumerate(held.layers):
+        given = {} if state.streams is None else {index: state.streams[0].offset}
+        offsets = check_offsets({i: x for i, x in given.items() if x is not None}, held.geometry)
+        spec, latent = Spec.from_json(state.spec), held.geometry.latent
+        empty = CacheLayer(spec, latent=latent, compute=compute, offset=offsets.get(index))
+        yield restored_layer(empty, state, torch.device(device), shared=False)
+
+
+@detached
 def recoded(
-    layers: Sequence[CacheLayer],
+    layers: Iterable[CacheLayer],
     specs: list[Spec],
     geometry: CacheGeometry,
     calibration: Calibration | None,

@@ -6,7 +6,7 @@ takes it over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import known_snapshot
+from kvpact.cache.checks import check_fits
 from kvpact.cache.codecs import Calibration, codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import E5M2
@@ -30,15 +30,14 @@ from kvpact.errors import (
     SpecError,
 )
 from kvpact.formats import TILE, Field
-from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as
-from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
-from kvpact.snapshot.manifest import LayerEntry
+from kvpact.snapshot import FieldInfo, LayerState, Snapshot, StreamState
+from kvpact.snapshot.tensors import same_tensors
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
 
@@ -46,13 +45,22 @@ PAGE_TOKENS = 64
 """Least tokens per page of a snapshot: smaller pages cost checksums, larger ones empty slots."""
 
 
-def least_page_size(specs: Sequence[Spec], geometry: CacheGeometry) -> int:
-    """Return the tokens that pages have to be multiples of: whole tiles and groups."""
+def page_tokens(
+    specs: Sequence[Spec], geometry: CacheGeometry, given: int | None, name: str = "page_size"
+) -> int:
+    """Return the tokens of a page: whole tiles and groups, the least from 64 on or those `given`.
+
+    Raises `GeometryError`.
+    """
     dtype, groups = geometry.dtype or torch.float32, set()
     for spec in set(specs):
         groups.add(codec_of(spec.key, True, geometry.head_dim, dtype).group)
         groups.add(codec_of(spec.value, False, geometry.value_dim, dtype).group)
-    return lcm(TILE, *groups)
+    least = lcm(TILE, *groups)
+    size = lcm(PAGE_TOKENS, least) if given is None else given
+    if type(size) is not int or size < 1 or size % least:
+        raise GeometryError(f"{name} should be a multiple of {least} tokens, not {given!r}")
+    return size
 
 
 def field_info(field: Field) -> FieldInfo:
@@ -121,79 +129,64 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         )
     fields, slots = _slots(stream, first, last)
     sinks = stream.first_tokens(None)
-    sinks = None if sinks is None else sinks[:, :, first:last]
-    return StreamState(
-        fields,
-        slots,
-        last,
-        last,
-        stream.tail[:, :, :0],
-        sinks if sinks is not None and sinks.shape[2] else None,
-        {},
-        None if stream.offset is None else stream.offset.offset,
-    )
+    sinks = None if sinks is None or sinks.shape[2] <= first else sinks[:, :, first:last]
+    return StreamState(fields, slots, last, last, stream.tail[:, :, :0], sinks, {})
 
 
-def check_fits(
-    snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, dtype: torch.dtype | None
-) -> None:
-    """Raise a named error unless a cache of these specs can take a snapshot."""
-    m = known_snapshot(snapshot).manifest
-    if m.slots != FORMAT_VERSION:
-        raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
-    if m.begin:
-        raise FormatError(f"a part that begins with token {m.begin}; join it with those before")
-    if replace(m.geometry, dtype=None) != replace(geometry, dtype=None):
-        raise GeometryError(f"the snapshot is of {m.geometry}, the cache of {geometry}")
-    for index, (entry, spec) in enumerate(zip(m.layers, specs, strict=True)):
-        if entry.spec != spec.to_json():
-            held = Spec.from_json(entry.spec)
-            raise SpecError(f"layer {index} of the snapshot is of {str(held)!r}, not {str(spec)!r}")
-        if entry.dtype is not None and entry.dtype != (dtype or entry.dtype):
-            raise DtypeError(f"the snapshot's tokens are {entry.dtype}, the cache's {dtype}")
+def _check_spec(index: int, state: LayerState, spec: Spec, dtype: torch.dtype | None) -> None:
+    """Raise a named error unless a layer's state is of this spec, and of this dtype."""
+    if state.spec != spec.to_json():
+        found = str(Spec.from_json(state.spec))
+        raise SpecError(f"layer {index} of the snapshot is of {found!r}, not {str(spec)!r}")
+    given = dtype if state.streams is None else state.streams[0].tail.dtype
+    if dtype is not None and given != dtype:
+        raise DtypeError(f"the snapshot's tokens are {given}, the cache's {dtype}")
 
 
-def put_on_rungs(
-    layers: Sequence[CacheLayer],
+def put_on_rung(
+    index: int,
+    layer: CacheLayer,
     rungs: Sequence[Sequence[Spec]],
-    ladders: Sequence[Sequence[tuple[int, Spec]]],
-    entries: Sequence[LayerEntry],
+    changes: Sequence[tuple[int, Spec]],
+    state: LayerState,
 ) -> None:
-    """Put empty layers on a snapshot's rungs, of `ladders` or lower; raises `BudgetExceeded`."""
-    for index, (layer, changes, entry) in enumerate(zip(layers, ladders, entries, strict=True)):
-        if entry.streams is None:
-            continue
-        keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
-        held, count = Spec.from_json(entry.spec), entry.tokens
-        wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
-        k, v = keys.index(wanted.key), values.index(wanted.value)
-        if held.key not in keys[k:] or held.value not in values[v:]:
-            raise BudgetExceeded(
-                f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
-                f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
-                "that it was made with"
-            )
-        k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
-        for tokens, spec in changes:
-            k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
-            made = Spec(keys[k], values[v])
-            if tokens >= count and made != ladder[-1][1]:
-                ladder.append((tokens, made))
-        layer._held = layer._held._replace(rungs=ladder)
+    """Put an empty layer on a state's rung, one of `changes` or lower; else `BudgetExceeded`."""
+    keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
+    held, count = Spec.from_json(state.spec), state.length
+    wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
+    k, v = keys.index(wanted.key), values.index(wanted.value)
+    if held.key not in keys[k:] or held.value not in values[v:]:
+        raise BudgetExceeded(
+            f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
+            f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
+            "that it was made with"
+        )
+    k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
+    for tokens, spec in changes:
+        k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
+        made = Spec(keys[k], values[v])
+        if tokens >= count and made != ladder[-1][1]:
+            ladder.append((tokens, made))
+    layer._held = layer._held._replace(rungs=ladder)
 
 
 def restored_layer(
-    empty: CacheLayer, state: LayerState, device: torch.device, shared: bool
+    empty: CacheLayer,
+    state: LayerState,
+    device: torch.device,
+    shared: bool,
+    index: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> CacheLayer:
-    """Fill an empty layer with a state; `shared` codecs must have learnt the same already."""
+    """Fill an empty layer with a state of its spec; `shared` codecs must have learnt the same."""
+    _check_spec(index, state, empty.spec, dtype)
     if state.streams is None:
         return empty
     streams = []
     for key, held in zip((True, False), state.streams, strict=True):
         method = empty.spec.key if key else empty.spec.value
         # First of all: whatever has no tokens may claim any number of rows.
-        sinks = 0 if held.sinks is None else held.sinks.shape[2]
-        _need(sinks == method.sinks, "number of sinks")
+        _need((0 if held.sinks is None else held.sinks.shape[2]) == method.sinks, "number of sinks")
         x = held.tail[:, :, :0].to(device)
         codec = empty.new_stream(x, key).codec
         if shared and not learnt_alike(codec, held):
@@ -293,23 +286,24 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
     return codec
 
 
-def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
-    """Return what the codecs of every layer had learnt, on a device."""
-    states = {}
-    for index in range(len(snapshot.manifest.layers)):
-        held = snapshot.layer(index, 0, 0).streams
-        if held is not None:
-            k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held)
+def learnt_states(
+    snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, device: torch.device
+) -> Calibration:
+    """Return what the codecs of every layer had learnt, on a device; errors as of a restore."""
+    check_fits(snapshot.state(), geometry)
+    states, dtype = {}, geometry.dtype or torch.float32
+    for index, spec in enumerate(specs):
+        _check_spec(index, held := snapshot.layer(index, 0, 0), spec, dtype)
+        if held.streams is not None:
+            k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held.streams)
             states[index] = (k, v)
     return states
 
 
 def learnt_alike(codec: Codec, stream: StreamState) -> bool:
     """Tell whether a codec has learnt exactly what a state's has."""
-    state = codec.state()
-    return state.keys() == stream.learnt.keys() and all(
-        torch.equal(tensor.cpu(), stream.learnt[name].cpu()) for name, tensor in state.items()
-    )
+    known, learnt = ({n: x.cpu() for n, x in y.items()} for y in (codec.state(), stream.learnt))
+    return same_tensors(known, learnt)
 
 
 def check_slots(codec: Codec, state: StreamState) -> None:
@@ -328,30 +322,3 @@ def check_slots(codec: Codec, state: StreamState) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
-
-
-def build_snapshot(
-    states: Iterable[LayerState],
-    specs: Sequence[Spec],
-    geometry: CacheGeometry,
-    layout: str,
-    token_ids: Tensor | None,
-    identity: Identity | None,
-    page_size: int | None,
-    records: Sequence[RecordState] = (),
-) -> Snapshot:
-    """Make a snapshot of layers' states (see `ContiguousCache.snapshot`)."""
-    least = least_page_size(specs, geometry)
-    size = lcm(PAGE_TOKENS, least) if page_size is None else page_size
-    if type(size) is not int or size < 1 or size % least:
-        raise GeometryError(f"page_size should be a multiple of {least}, not {page_size!r}")
-    return Snapshot.build(
-        states,
-        slots=FORMAT_VERSION,
-        geometry=geometry,
-        layout=layout,
-        page_size=size,
-        identity=identity,
-        token_ids=token_ids,
-        records=records,
-    )

@@ -147,6 +147,11 @@ class SegmentStore(ABC):
     def source(self) -> WritableSource:
         """Return what attention reads from; it stays as it is when segments are added."""
 
+    def write(self, name: str, held: Tensor, units: int) -> None:
+        """Copy a field `[B, H, n, …]` to the first segments, each of so many units."""
+        for index, part in enumerate(torch.split(held, units, 2)):
+            self.source().segment(index)[name][:, :, : part.shape[2]] = part
+
     def made_for(self, codec: Codec) -> SegmentStore:
         """Return an empty store for the stream's codec after it has learnt."""
         raise NotImplementedError("codecs of pages have learnt before")
@@ -250,8 +255,9 @@ class SegmentList(SegmentStore):
             parts = torch.split(units, size // field.tokens, 2)
             for part, segment in zip(parts, slab.field(field.name), strict=False):
                 segment[:, :, : part.shape[2]] = part
-        for index in range(max(kept - begin, 0) // size, count):
-            clear_segment(self._codec, slab.segment(index), max(kept - begin - index * size, 0))
+        whole, inside = divmod(max(kept - begin, 0), size)
+        if inside and whole < count:  # segments after it are of zeros
+            clear_segment(self._codec, slab.segment(whole), inside)
         return slab
 
     def _front(self, count: int) -> tuple[Slab, ...]:
@@ -262,6 +268,16 @@ class SegmentList(SegmentStore):
                 front.append(slab if slab.count <= count else slab.front(count))
             count -= slab.count
         return tuple(front)
+
+    def write(self, name: str, held: Tensor, units: int) -> None:
+        """Copy a field, all whole segments of a slab at once."""
+        for slab in self._slabs:
+            to, whole = slab.field(name), min(held.shape[2] // units, slab.count)
+            part = torch.unflatten(held[:, :, : whole * units], 2, (whole, units))
+            to[:whole], held = part.movedim(2, 0), held[:, :, whole * units :]
+            if whole < slab.count:
+                to[whole, :, :, : held.shape[2]] = held
+                return
 
     def made_for(self, codec: Codec) -> SegmentList:
         """Return an empty list; the same where fields are the same."""

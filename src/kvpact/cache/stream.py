@@ -101,12 +101,11 @@ class Stream(NamedTuple):
     ) -> Stream:
         """Return an empty stream with what another held; `slots` may be in the store already."""
         store = self.store.grown(packed, 0)
-        size = store.segment_tokens
-        for field in self.codec.fields if slots else ():
-            held, units = (slots or {}).get(field.name), size // field.tokens
-            for index in range(-(-packed // size) if held is not None else 0):
-                part = held[:, :, index * units : (index + 1) * units]  # type: ignore[index]
-                store.source().segment(index)[field.name][:, :, : part.shape[2]] = part
+        for field in self.codec.fields if slots and packed else ():
+            if (held := (slots or {}).get(field.name)) is not None:
+                units = store.segment_tokens // field.tokens
+                most = -(-packed // store.segment_tokens) * units
+                store.write(field.name, held[:, :, :most], units)
         return self._replace(store=store, packed=packed, sinks=sinks)._with_tail(tail, tail_start)
 
     def _with_tail(self, tail: Tensor, start: int) -> Stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def save(
     held.save(out)
     # What is packed of windows is among the values.
     others = (x for x in held.manifest.records if x.name != PACKED_RING)
-    numbers = sum(prod(record.shape) for record in others)
+    numbers = sum(record.tensor.numel() for record in others)
     exact = (cache.stats()["values"] + numbers) * 2
     if as_json:
         sizes = {"tokens": held.tokens, "bytes": held.nbytes, "exact_bytes_fp16": exact}
@@ -164,7 +163,7 @@ def restore(
     # Snapshots from before key offsets go on without them.
     offsets = spec is not None or held.manifest.version > 1
     known = inputs.load_calibration(calibration, network)
-    rings = ring_spec(held)
+    rings = ring_spec(held.records())
     if budget is None:
         source = spec or _recipe(held, network)
     else:  # its specs are on the way: the budget that the file was made with goes on

@@ -168,7 +168,7 @@ class ChunkFormat(Generic[Where]):
         """Write what `pack` was given into a chunk's tensors, when every byte is checked."""
         # What can't be packed is no reason to call the bytes damaged.
         sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]
-        files = self._files(memoryview(unseal(name, data).blob), sizes)
+        files = self._files(unseal(name, data).blob, sizes)
         held = [self._read(part, x) for part, x in zip(files, out, strict=True)]
         for one, x in zip(held, out, strict=True):
             self.layout.join(*self._compressor.decompress_kv(one), x)

@@ -27,6 +27,7 @@ from kvpact.errors import FormatError, SnapshotError
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.snapshot import Container, RecordState, token_hash
+from kvpact.stores.base import Blob
 
 KIND = "kvpact.checkpoint"
 VERSION = 1
@@ -149,7 +150,7 @@ class CheckpointKind:
         manifest = self._manifest(begin, end, ids[-self.chunks.size :])
         return Container.build(KIND, VERSION, manifest, named, runs).to_bytes()
 
-    def unpack(self, blob: bytes, ids: Sequence[int]) -> Checkpoint:
+    def unpack(self, blob: Blob, ids: Sequence[int]) -> Checkpoint:
         """Return what a blob of `pack` holds, every byte checked; `ids` as there."""
         held, end = Container(blob, KIND, VERSION), len(ids)
         begin = held.manifest.get("begin")
@@ -175,7 +176,7 @@ class CheckpointKind:
             records[shape.key] = part
         return Checkpoint(begin, records)
 
-    def load(self, read: Callable[[int], bytes], ids: Sequence[int]) -> list[RecordState]:
+    def load(self, read: Callable[[int], Blob], ids: Sequence[int]) -> list[RecordState]:
         """Return the records behind the tokens `ids`; `read` gives the blob behind so many tokens.
 
         Raises `FormatError` and `IntegrityError` where a blob that is needed is missing or damaged.

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.saved import field_info, packed_part
-from kvpact.errors import FormatError, SnapshotError
+from kvpact.errors import FormatError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
@@ -31,19 +31,20 @@ from kvpact.snapshot import (
     Identity,
     LayerState,
     RecordState,
-    Snapshot,
     StreamState,
     token_hash,
 )
 from kvpact.snapshot.container import as_bytes
-from kvpact.snapshot.manifest import LayerEntry, Manifest, RecordInfo
 from kvpact.snapshot.pages import outside_heap, pack_pages, page_bytes, unpack_pages
-from kvpact.snapshot.state import geometry_json
+from kvpact.snapshot.state import CacheState, geometry_json
 from kvpact.spec import Spec
+from kvpact.stores.base import Blob
 
 KIND = "kvpact.prefix"
 VERSION = 1
 SLOTS, SINKS = "slots", "sinks"
+_TOGETHER = 4 << 20
+"""Bytes of layers that are copied, and let go of, together."""
 
 
 @dataclass(frozen=True)
@@ -142,24 +143,28 @@ class ChunkKind:
         manifest = self._manifest(index, part)
         return Container.build(KIND, VERSION, manifest, tensors, runs).to_bytes()
 
-    def unpack(self, blob: bytes, index: int, part: Sequence[int]) -> Chunk:
-        """Return what a blob of `seal` holds, every byte checked; parameters as there."""
+    def unpack(
+        self, blob: Blob, index: int, part: Sequence[int], out: Tensor | None = None
+    ) -> Chunk:
+        """Return what a blob of `seal` holds, every byte checked; parameters as there.
+
+        The slots lie in `out`, `[slots and sinks, or more]` uint8, if that is given.
+        """
         held = Container(blob, KIND, VERSION)
         manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
         if manifest != self._manifest(index, part):
             raise FormatError("the chunk is of other tokens, or of another model or spec")
-        sizes = {SLOTS: sum(self.slot_bytes), SINKS: sum(self._sink_sizes(index))}
+        sizes = {SLOTS: sum(self.slot_bytes), SINKS: sum(self.sink_sizes(index))}
         _, *found = [(name, x.dtype, x.end - x.begin) for name, x in held.entries.items()]
         wanted = [(name, torch.uint8, size) for name, size in sizes.items() if size]
         if held.num_sections != 1 or found != wanted:
             raise FormatError("the chunk's tensors are not those of its kind")
-        tensors = {name: x.flatten() for name, x in held.tensors(0).items()}
-        empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
-        exact, dtype = tensors.get(SINKS, empty), self.geometry.dtype
+        slots, exact = torch.split(held.section(0, out), list(sizes.values()))
+        exact, dtype = exact.clone(), self.geometry.dtype  # it stays when the slots have gone
         assert dtype is not None
-        if not torch.isfinite(exact.clone().view(dtype)).all():
+        if not torch.isfinite(exact.view(dtype)).all():
             raise FormatError("the chunk's exact tokens are not finite")
-        return Chunk(tensors.get(SLOTS, empty), exact)
+        return Chunk(slots, exact)
 
     def _sink_shapes(self, index: int) -> list[tuple[int, ...]]:
         """Return the shapes of a chunk's sinks, of K and V, layer by layer."""
@@ -171,7 +176,8 @@ class ChunkKind:
             for method, dim in zip((spec.key, spec.value), dims, strict=True)
         ]
 
-    def _sink_sizes(self, index: int) -> list[int]:
+    def sink_sizes(self, index: int) -> list[int]:
+        """Return the bytes of a chunk's sinks, of K and V, layer by layer."""
         assert self.geometry.dtype is not None
         return [prod(shape) * self.geometry.dtype.itemsize for shape in self._sink_shapes(index)]
 
@@ -180,7 +186,9 @@ class ChunkKind:
         assert self.geometry.dtype is not None
         parts: list[list[Tensor]] = [[] for _ in range(2 * len(self.specs))]
         for index, chunk in enumerate(chunks):
-            split = torch.split(chunk, self._sink_sizes(index))
+            if index and not chunk.numel():
+                break  # all sinks are in front
+            split = torch.split(chunk, self.sink_sizes(index))
             for held, data, shape in zip(parts, split, self._sink_shapes(index), strict=True):
                 held.append(data.clone().view(self.geometry.dtype).view(shape))
         found: list[Tensor | None] = []
@@ -210,63 +218,38 @@ class ChunkKind:
         return LayerState(self._specs_json[index], (streams[0], streams[1]), None)
 
 
-class Prefix(Snapshot):
-    """A snapshot of chunks from the first on: sinks, and no window. A file only if one is wanted.
+class Prefix:
+    """Slots and sinks of chunks from the first one on, put together layer by layer.
 
-    Made with room for `count` chunks; each may go when it was `put`, as a layer does with `take`.
+    Made with room for `count` chunks. Some layers at a time, in front of the others, lie in memory
+    of their own, which goes when a cache took them.
     """
 
     def __init__(self, kind: ChunkKind, count: int) -> None:
-        self._kind, self._chunks = kind, dict[int, Tensor]()
-        self._slots: dict[int, Tensor] = {
-            index: outside_heap(count, size) for index, size in enumerate(kind.slot_bytes)
-        }
+        self._kind, self._sinks = kind, dict[int, Tensor]()
+        sizes = kind.slot_bytes
+        step = max(_TOGETHER // max(count * max(sizes), 1), 1)
+        self._parts = [sizes[first : first + step] for first in range(0, len(sizes), step)]
+        self._slots = [outside_heap(count, sum(part)) for part in self._parts]
+        self._one = outside_heap(sum(sizes) + sum(kind.sink_sizes(0)))
 
-    def put(self, index: int, chunk: Chunk) -> None:
-        """Hold the bytes of a chunk."""
-        for layer, part in enumerate(torch.split(chunk.slots, self._kind.slot_bytes)):
-            self._slots[layer][index] = part
-        self._chunks[index] = chunk.sinks
+    def put(self, index: int, blob: Blob, ids: Sequence[int]) -> None:
+        """Hold what the blob of a chunk of these tokens has; errors as of `ChunkKind.unpack`."""
+        chunk = self._kind.unpack(blob, index, ids, self._one)
+        parts = torch.split(chunk.slots, list(map(sum, self._parts)))
+        for held, part in zip(self._slots, parts, strict=True):
+            held[index] = part
+        self._sinks[index] = chunk.sinks
 
-    def end(self, count: int, records: Sequence[RecordState]) -> Self:
-        """End behind so many chunks, where the model's other layers hold `records`."""
-        kind, self._records = self._kind, list(records)
-        self._sinks = kind.sinks([self._chunks[index] for index in range(count)])
-        none = ((i, count * kind.size, x[:0], self._sinks) for i, x in self._slots.items())
-        self.manifest = Manifest(
-            slots=FORMAT_VERSION,
-            geometry=kind.geometry,
-            layout="contiguous",
-            batch=1,
-            page_size=kind.size,
-            begin=0,
-            pages=count,
-            layers=tuple(LayerEntry.of(kind.layer(*given)) for given in none),
-            identity=kind.identity,
-            token_hash=None,
-            records=tuple(map(RecordInfo.of, records)),
-        )
-        return self
+    def state(self, count: int, records: Sequence[RecordState]) -> CacheState:
+        """Return what a cache holds behind so many chunks, and its model's other layers hold."""
+        geometry, tokens = self._kind.geometry, count * self._kind.size
+        return CacheState(geometry, 1, tokens, self._layers(count, tokens), records)
 
-    @cached_property
-    def _container(self) -> Container:  # type: ignore[override]
-        return self._like(map(self.layer, self._slots), records=self._records)._container
-
-    def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
-        """See `Snapshot.layer`."""
-        if (first, last) != (0, None):
-            return super().layer(index, first, last)
-        if index not in self._slots:
-            raise SnapshotError("a cache took over what this prefix held; load it again")
-        data = self._slots[index][: self.manifest.pages]
-        return self._kind.layer(index, self.manifest.tokens, data, self._sinks)
-
-    def take(self, index: int) -> LayerState:
-        """See `Snapshot.take`."""
-        state = self.layer(index)
-        del self._slots[index]
-        return state
-
-    def records(self) -> list[RecordState]:
-        """See `Snapshot.records`."""
-        return self._records
+    def _layers(self, count: int, tokens: int) -> Iterator[LayerState]:
+        """Yield each layer; bytes go with the last one that lies with them."""
+        sinks, number = self._kind.sinks([self._sinks[index] for index in range(count)]), 0
+        for sizes in self._parts:
+            for data in torch.split(self._slots.pop(0)[:count], sizes, 1):
+                yield self._kind.layer(number, tokens, data, sinks)
+                number += 1

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
 from kvpact.stores import Store
+from kvpact.stores.base import Blob
 
 FETCHED = 16
 """Chunks that are fetched at once, while as many are placed."""
@@ -31,16 +32,21 @@ def first_lacking(keys: Sequence[str], lack: Callable[[Sequence[str]], list[bool
     return len(keys)
 
 
-def fetched(store: Store, keys: Sequence[str]) -> Iterator[tuple[int, bytes | None]]:
-    """Yield each key's number and blob, the last one first, while the next ones are fetched.
+def fetched_one(store: Store, key: str, *, verify: bool) -> Blob | None:
+    """Return the blob under a key; without `verify` for who checks every byte of it."""
+    return store.get(key) if verify else store.get_unverified([key])[0]
+
+
+def fetched(store: Store, keys: Sequence[str]) -> Iterator[tuple[int, Blob | None]]:
+    """Yield each key's number and blob, unverified, the last first, while the next are fetched.
 
     So the first ones, which all others need, are the latest used.
     """
     ends = range(len(keys), 0, -FETCHED)
     parts = [range(end - 1, max(end - FETCHED, 0) - 1, -1) for end in ends]
 
-    def fetch(part: range) -> list[bytes | None]:
-        return store.get_many([keys[index] for index in part])
+    def fetch(part: range) -> list[Blob | None]:
+        return list(store.get_unverified([keys[index] for index in part]))
 
     with ThreadPoolExecutor(1, "kvpact-prefix") as pool:
         blobs = fetch(parts[0]) if parts else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from math import lcm
 
 import torch
 
@@ -14,7 +13,7 @@ from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.prefixes import page_keys
 from kvpact.cache.room import seal
-from kvpact.cache.saved import PAGE_TOKENS, least_page_size
+from kvpact.cache.saved import page_tokens
 from kvpact.errors import (
     FormatError,
     GeometryError,
@@ -28,13 +27,14 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.checkpoints import CheckpointKind
 from kvpact.prefixes.chunks import ChunkKind, Prefix
-from kvpact.prefixes.fetch import FETCHED, Gone, fetched, first_lacking
+from kvpact.prefixes.fetch import FETCHED, Gone, fetched, fetched_one, first_lacking
 from kvpact.prefixes.ids import Tokens, runs, token_ids
 from kvpact.prefixes.sources import PrefixSource, RecordSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity, RecordState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
+from kvpact.stores.base import Blob
 
 
 class PrefixCache:
@@ -127,16 +127,12 @@ class PrefixCache:
                 "calibration goes with storage; give the cache its own where it is made"
             )
         specs, geometry = self._source.specs, self._source.geometry
-        least = least_page_size(specs, geometry)
-        size = lcm(PAGE_TOKENS, least) if chunk is None else chunk
-        if type(size) is not int or size < 1 or size % least:
-            raise GeometryError(f"chunk should be a multiple of {least} tokens, not {chunk!r}")
         self._kind = ChunkKind(
             tuple(specs),
             geometry,
             self._codecs(),
             Identity(model=model, adapter=adapter, tenant=tenant),
-            size,
+            page_tokens(specs, geometry, chunk, "chunk"),
             self._source.key_offsets,
         )
         if windows not in (None, "int8", "exact"):
@@ -243,7 +239,7 @@ class PrefixCache:
                 failed[index] = "it is gone"
                 continue
             try:
-                prefix.put(index, self._kind.unpack(blob, index, part))
+                prefix.put(index, blob, part)
             except (FormatError, IntegrityError) as error:
                 failed[index] = str(error)
         end = min(failed, default=len(keys))
@@ -254,7 +250,7 @@ class PrefixCache:
         count, records = self._load_checkpoint(keys, ids, end)
         if count:
             try:
-                self._source.restore(prefix.end(count, records), seq)
+                self._source.restore(prefix.state(count, records), seq)
             except (FormatError, IntegrityError) as error:  # each is whole, all of them are not
                 self._drop(keys[:count])
                 self._shorter(0, len(keys), str(error))
@@ -269,10 +265,10 @@ class PrefixCache:
         if kind is None:
             return last, []
 
-        def read(end: int) -> bytes:
-            blob = self.store.get(kind.key(keys[end // self.chunk - 1]))
-            if blob is None:
-                raise Gone(kind.key(keys[end // self.chunk - 1]), end)
+        def read(end: int) -> Blob:  # what `kind` finds damaged is taken for the last one
+            key, last = kind.key(keys[end // self.chunk - 1]), end == count * self.chunk
+            if (blob := fetched_one(self.store, key, verify=not last)) is None:
+                raise Gone(key, end)
             return blob
 
         while count := self._checkpoint(keys, last):

@@ -8,18 +8,20 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvpact.cache import ContiguousCache, PagedKVCache, PagedView, cache_specs, recode
+from kvpact.cache import ContiguousCache, PagedKVCache, PagedView, cache_specs
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.paged_sequences import PagedSequences
-from kvpact.cache.recode import recoded
+from kvpact.cache.recode import layers_of, recoded
+from kvpact.cache.saved import layer_state
 from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import RecordState, Snapshot
+from kvpact.snapshot import RecordState
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 Codecs = list[tuple[Codec, Codec]]
@@ -51,8 +53,8 @@ class PrefixSource(Protocol):
         """Return what a sequence holds, layer by layer; nothing while it holds nothing."""
         ...
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        """Hold what a snapshot holds, which may be taken over (`Snapshot.take`)."""
+    def restore(self, held: CacheState, seq: int | None) -> None:
+        """Hold what a state says, whose layers are there once."""
         ...
 
 
@@ -88,9 +90,9 @@ class _Contiguous:
         _no_seq(seq)
         return [self._cache.entry(i) for i in range(len(self.specs))]
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
+    def restore(self, held: CacheState, seq: int | None) -> None:
         _no_seq(seq)
-        self._cache.restore(snapshot, device=self._device)
+        self._cache.restore_state(held, self._device)
 
 
 class _Paged:
@@ -109,8 +111,8 @@ class _Paged:
             raise GeometryError("say which sequence: seq=")
         return [self._cache.layer_of(seq, i) for i in range(len(self.specs))]
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        self._cache.restore(snapshot, seq=seq)
+    def restore(self, held: CacheState, seq: int | None) -> None:
+        self._cache.restore_state(held, [0], None if seq is None else [seq])
 
 
 class _View(_Paged):
@@ -127,8 +129,8 @@ class _View(_Paged):
             raise GeometryError(f"the view has {len(seqs)} sequences; name one of the cache's own")
         return super().layers(seqs[0]) if seqs else []
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        self._view.restore(snapshot)
+    def restore(self, held: CacheState, seq: int | None) -> None:
+        self._view.restore_state(held)
 
 
 def _no_seq(seq: int | None) -> None:
@@ -174,13 +176,15 @@ class StoredSource:
         stored = recoded(held, self.specs, *alike)
         return [stored.entry(index) for index in range(len(held))]
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        """Hold what a snapshot of stored tokens holds, by the cache's own specs."""
+    def restore(self, held: CacheState, seq: int | None) -> None:
+        """Hold what a state of stored tokens says, by the cache's own specs."""
         codecs, known = self._source.codecs(), None
         if codecs is not None:
             known = {i: (_on_cpu(k), _on_cpu(v)) for i, (k, v) in enumerate(codecs)}
-        own = recode(snapshot, self._source.specs, calibration=known, key_offsets=self.key_offsets)
-        self._source.restore(own, seq)
+        stored, specs = layers_of(held, "cpu"), self._source.specs
+        made = recoded(stored, specs, held.geometry, known, self.key_offsets, "cpu")
+        layers = (layer_state(made.entry(index)) for index in range(len(made.specs)))
+        self._source.restore(held._replace(layers=layers), seq)
 
 
 def _on_cpu(codec: Codec) -> dict[str, Tensor]:

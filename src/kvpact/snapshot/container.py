@@ -245,12 +245,13 @@ class Container:
         begin = self._data + self.entries[TABLE].end + run.begin + repeat * run.ends[-1]
         return begin + run.ends[inside], begin + run.ends[inside + 1]
 
-    def section(self, index: int) -> Tensor:
-        """Return a copy of a section, `[n]` uint8, checked after it was copied."""
+    def section(self, index: int, out: Tensor | None = None) -> Tensor:
+        """Return a copy of a section, `[n]` uint8, checked after it was copied, if to `out`."""
         begin, end = self._bounds(index)
         data = self.buffer[begin:end]
-        if not isinstance(self.buffer, _File):
-            data = np.array(data)
+        if out is not None or not isinstance(self.buffer, _File):
+            room = None if out is None else out.numpy()[: end - begin]
+            data = np.concatenate([np.frombuffer(data, dtype=np.uint8)], out=room)
         if _sum(data) != self._table[_SUM * index : _SUM * (index + 1)]:
             raise IntegrityError(f"section {index} was changed: its checksum does not match")
         return torch.from_numpy(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -71,46 +72,12 @@ _RECORD = {
 
 
 @dataclass(frozen=True)
-class RecordInfo:
-    """What the manifest says of a window or state (see `RecordState`)."""
-
-    layer: int
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    rows: int
-    tokens: int
-
-    @classmethod
-    def of(cls, record: RecordState) -> RecordInfo:
-        """Return what the manifest says of a record."""
-        tensor = record.tensor
-        shape = tuple(tensor.shape)
-        return cls(record.layer, record.name, tensor.dtype, shape, record.rows, record.tokens)
-
-    @property
-    def tensor(self) -> str:
-        """Its name in the file."""
-        return f"record.{self.layer}.{self.name}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        given = {**vars(self), "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
-        return dict(sorted(given.items()))
-
-
-@dataclass(frozen=True)
 class OffsetEntry:
     """What the manifest says of the offset that keys are stored without (see `StreamState`)."""
 
     dtype: torch.dtype
     scaling: float
     origin: tuple[int, ...] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        origin = None if self.origin is None else list(self.origin)
-        return {"dtype": DTYPE_NAMES[self.dtype], "origin": origin, "scaling": self.scaling}
 
 
 @dataclass(frozen=True)
@@ -174,7 +141,8 @@ class Manifest:
     """All that is known of a snapshot without its tensors; see docs/snapshot-format.md.
 
     `slots`: `FORMAT_VERSION` of the packed slots; `layout`: of the cache that it was taken from;
-    `batch`: rows, 0 if nothing was held; `begin`: the token with which the pages begin.
+    `batch`: rows, 0 if nothing was held; `begin`: the token with which the pages begin; `records`:
+    with tensors on the device ``meta``, which have dtypes and shapes alone.
     """
 
     slots: int
@@ -187,7 +155,7 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     identity: Identity
     token_hash: str | None
-    records: tuple[RecordInfo, ...] = ()
+    records: tuple[RecordState, ...] = ()
 
     @property
     def version(self) -> int:
@@ -239,8 +207,9 @@ class Manifest:
             for side, stream in zip(SIDES, layer.streams or (), strict=False):
                 fields = index("fields", [field.to_json() for field in stream.fields])
                 given = {**vars(stream), "fields": fields, "learnt": list(stream.learnt)}
-                if stream.offset is not None:
-                    given["offset"] = stream.offset.to_json()
+                if (own := stream.offset) is not None:
+                    origin, dtype = own.origin and list(own.origin), DTYPE_NAMES[own.dtype]
+                    given["offset"] = {"dtype": dtype, "origin": origin, "scaling": own.scaling}
                 given = {n: x for n, x in given.items() if x is not None or n not in _SOMETIMES}
                 entry[side] = dict(sorted(given.items()))
             layers.append(dict(sorted(entry.items())))
@@ -278,16 +247,18 @@ def read_manifest(data: Any) -> Manifest:
     need(data["pages"] == pages_of(packed, data["begin"], page_size), "pages")
     records = tuple(_record(entry, data["batch"]) for entry in data.get("records", ()))
     need("records" not in data or bool(records), "records")
-    need(len({record.tensor for record in records}) == len(records), "records")
+    need(len({record.key for record in records}) == len(records), "records")
     given = {**data, "geometry": geometry, "identity": Identity(**who), "layers": layers}
     given["records"] = records
     return Manifest(**{name: given[name] for name in Manifest.__dataclass_fields__})
 
 
-def _record(entry: dict[str, Any], batch: int) -> RecordInfo:
+def _record(entry: dict[str, Any], batch: int) -> RecordState:
     shape, rows = tuple(entry["shape"]), entry["rows"]
     need(rows < len(shape) <= 8 and shape[rows] == batch, "a record's shape")
-    return RecordInfo(**{**entry, "dtype": DTYPES[entry["dtype"]], "shape": shape})
+    need(prod(shape) < 1 << 50, "a record's shape")
+    tensor = torch.empty(shape, dtype=DTYPES[entry["dtype"]], device="meta")
+    return RecordState(entry["layer"], entry["name"], tensor, rows, entry["tokens"])
 
 
 def _fields(entry: list[dict[str, Any]], page_size: int) -> tuple[FieldInfo, ...]:

@@ -58,7 +58,8 @@ def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Te
 
 def outside_heap(*shape: int) -> Tensor:
     """Return zeros, uint8, that take memory where they are written, and give all of it back."""
-    memory = mmap.mmap(-1, max(prod(shape), 1))
+    private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+    memory = mmap.mmap(-1, max(prod(shape), 1), **({"flags": private} if private else {}))
     return torch.frombuffer(memory, dtype=torch.uint8)[: prod(shape)].view(shape)
 
 
@@ -85,9 +86,10 @@ def unpack_pages(
         for field in stream:
             shape = (*rows, page_size // field.tokens, *field.shape)
             size = page_bytes([field], prod(rows), page_size)
-            # Copied: in one page alone a field may begin where its dtype can't be viewed.
-            part = data[:, place : place + size].clone().flatten().view(field.dtype)
-            storage = part.view(pages, *shape).movedim(0, 2)
+            part, step = data[:, place : place + size], field.dtype.itemsize
+            if (data.storage_offset() + place) % step or data.stride(0) % step:
+                part = part.clone().flatten()  # a field may begin where its dtype can't be viewed
+            storage = part.view(field.dtype).view(pages, *shape).movedim(0, 2)
             slots[field.name] = storage.flatten(2, 3).contiguous()
             place += size
         found.append(slots)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import open_regular
+from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Columns, Container
 from kvpact.snapshot.manifest import (
@@ -21,13 +22,12 @@ from kvpact.snapshot.manifest import (
     VERSIONS,
     LayerEntry,
     Manifest,
-    RecordInfo,
     pages_of,
     read_manifest,
 )
 from kvpact.snapshot.pages import outside_heap, pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
-from kvpact.snapshot.state import SIDES, Identity, LayerState, RecordState, StreamState
+from kvpact.snapshot.state import SIDES, CacheState, Identity, LayerState, RecordState, StreamState
 from kvpact.snapshot.tensors import (
     PAGES,
     TOKEN_IDS,
@@ -62,7 +62,7 @@ class Snapshot:
         cls,
         layers: Iterable[LayerState],
         *,
-        slots: int,
+        slots: int = FORMAT_VERSION,
         geometry: CacheGeometry,
         layout: str,
         page_size: int,
@@ -103,14 +103,14 @@ class Snapshot:
             layers=tuple(entries),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
-            records=tuple(RecordInfo.of(record) for record in records),
+            records=tuple(replace(x, tensor=x.tensor.to("meta")) for x in records),
         )
         if ids is not None and ids.numel():
             exact.insert(0, (TOKEN_IDS, ids))
         sizes.insert(0, 0 if ids is None else ids.nbytes)
         if records:
             sizes.append(sum(record.tensor.nbytes for record in records))
-            exact += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
+            exact += [(record.key, record.tensor) for record in records]
         widths = [part.shape[1] for part in parts]
         runs = [(1, sizes), (pages, widths)]
         if pages * sum(widths):
@@ -235,19 +235,9 @@ class Snapshot:
         return Snapshot.from_bytes, (self.to_bytes(),)
 
     def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
-        """Return a layer's state; only its own bytes are read, and checked.
+        """Return a layer's state, of the pages `first <= p < last` of the file, or of all.
 
-        Parameters
-        ----------
-        index : int
-            The layer.
-        first, last : int
-            The pages `first <= p < last` of the file; all if omitted.
-
-        Raises
-        ------
-        IntegrityError
-            Its bytes were changed.
+        Its own bytes alone are read, and checked. Raises `IntegrityError` where they were changed.
         """
         m = self.manifest
         if not 0 <= index < len(m.layers):
@@ -262,7 +252,7 @@ class Snapshot:
         exact = self._container.tensors(1 + index)
         data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8, device="cpu")
         for page in range(first, last):
-            data[page - first] = self._container.section(paged + len(m.layers) * page + index)
+            self._container.section(paged + len(m.layers) * page + index, data[page - first])
         rows = (m.batch, m.geometry.num_kv_heads)
         slots = unpack_pages(data, [stream.fields for stream in entry.streams], rows, m.page_size)
         dims = (m.geometry.head_dim, m.geometry.value_dim)
@@ -290,15 +280,21 @@ class Snapshot:
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
 
-    def take(self, index: int) -> LayerState:
-        """Return what `layer` does, for who holds it from now on; it may be asked for no more."""
-        return self.layer(index)
+    def state(self) -> CacheState:
+        """Return what caches restore, to be read layer by layer. Raises `FormatError` of a part."""
+        m = self.manifest
+        if m.slots != FORMAT_VERSION:
+            raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
+        if m.begin:
+            raise FormatError(f"a part that begins with token {m.begin}; join it with those before")
+        layers = map(self.layer, range(self.num_layers))
+        return CacheState(m.geometry, m.batch, m.tokens, layers, self.records())
 
     def records(self) -> list[RecordState]:
         """Return windows and states of a model's other layers; `IntegrityError` as of `layer`."""
         m = self.manifest
         held = self._container.tensors(1 + len(m.layers)) if m.records else {}
-        return [RecordState(x.layer, x.name, held[x.tensor], x.rows, x.tokens) for x in m.records]
+        return [replace(record, tensor=held[record.key]) for record in m.records]
 
     def select(self, rows: Sequence[int]) -> Snapshot:
         """Return a snapshot of these rows of the batch, in this order; without token ids."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,8 @@ class FieldInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-ready data."""
-        return {
-            "dtype": DTYPE_NAMES[self.dtype],
-            "name": self.name,
-            "shape": list(self.shape),
-            "tokens": self.tokens,
-        }
+        given = {**vars(self), "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        return dict(sorted(given.items()))
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,11 @@ class LayerState:
     streams: tuple[StreamState, StreamState] | None
     padding: tuple[int, ...] | None
 
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return max((stream.length for stream in self.streams or ()), default=0)
+
 
 @dataclass(frozen=True)
 class RecordState:
@@ -94,6 +95,30 @@ class RecordState:
     tensor: Tensor
     rows: int
     tokens: int
+
+    @property
+    def key(self) -> str:
+        """The name of its tensor in a file."""
+        return f"record.{self.layer}.{self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        about = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": list(self.tensor.shape)}
+        given = {name: value for name, value in vars(self).items() if name != "tensor"}
+        return dict(sorted({**given, **about}.items()))
+
+
+class CacheState(NamedTuple):
+    """What caches restore: of whatever origin, and of a model's other layers too.
+
+    `tokens`: of the longest layer; `layers`: each may be there once, when it is asked for.
+    """
+
+    geometry: CacheGeometry
+    batch: int
+    tokens: int
+    layers: Iterable[LayerState]
+    records: Sequence[RecordState] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

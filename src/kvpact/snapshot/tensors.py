@@ -140,11 +140,11 @@ def check_tensors(manifest: Manifest, container: Container) -> None:
     if m.records:
         sizes.append(0)
     for record in m.records:
-        if not rest or rest.pop(0) != record.tensor:
-            raise FormatError(f"tensor {record.tensor!r} is not where it should be")
-        found = entries[record.tensor]
-        if (found.shape, found.dtype) != (record.shape, record.dtype):
-            raise FormatError(f"tensor {record.tensor!r} has another shape or dtype")
+        if not rest or rest.pop(0) != record.key:
+            raise FormatError(f"tensor {record.key!r} is not where it should be")
+        found = entries[record.key]
+        if (found.shape, found.dtype) != (tuple(record.tensor.shape), record.tensor.dtype):
+            raise FormatError(f"tensor {record.key!r} has another shape or dtype")
         sizes[-1] += found.end - found.begin
     page = [m.page_bytes(index) for index in range(len(m.layers))]
     if sum(page) * m.pages:

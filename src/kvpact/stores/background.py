@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvpact.errors import StoreError, StoreFull
 from kvpact.stores.base import (
@@ -157,27 +157,28 @@ class BackgroundStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob that waits or is stored; see `Store.get`."""
-        return self._found(check_key(key), self._inner.get)
+        return self.get_many([key])[0]
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob that waits or is stored; see `Store.fetch`."""
-        return self._found(check_key(key), self._inner.fetch)
-
-    def _found(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
-        with self._opened():
-            if (blob := self._queued(name)) is not None:
-                self._hits += 1
-                return blob
-        return get(name)
+        found: bytes | None = self._found([key], lambda keys: list(map(self._inner.fetch, keys)))[0]
+        return found
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs that wait or are stored; see `Store.get_many`."""
+        return self._found(keys, self._inner.get_many)
+
+    def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
+        """Return blobs that wait or are stored; see `Store.get_unverified`."""
+        return self._found(keys, self._inner.get_unverified)
+
+    def _found(self, keys: Sequence[Key], get: Callable[..., Sequence[Any]]) -> list[Any]:
         names = [check_key(key) for key in keys]
         with self._opened():
             waiting = [self._queued(name) for name in names]
             self._hits += len(waiting) - waiting.count(None)
         rest = [name for name, blob in zip(names, waiting, strict=True) if blob is None]
-        stored = iter(self._inner.get_many(rest))
+        stored = iter(get(rest))
         return [next(stored) if blob is None else blob for blob in waiting]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
@@ -191,11 +192,7 @@ class BackgroundStore(Store):
 
     def contains(self, key: Key) -> bool:
         """Tell whether an entry waits or is stored; see `Store.contains`."""
-        name = check_key(key)
-        with self._opened():
-            if self._queued(name) is not None:
-                return True
-        return self._inner.contains(name)
+        return self.contains_many([key])[0]
 
     def delete(self, key: Key) -> bool:
         """Remove an entry wherever it is; see `Store.delete`."""

@@ -89,54 +89,52 @@ class EncryptedStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.get`."""
-        return self._blob(check_key(key), self._inner.get)
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs, authenticated; see `Store.get_many`."""
-        names = [check_key(key) for key in keys]
-        sealed = self._inner.get_many(names)
-        sealed.reverse()  # each goes when its blob is there
-        return [self._blob(name, lambda name: sealed.pop()) for name in names]
+        return self._blobs(keys, self._inner.get_many)
 
-    def _blob(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
-        try:
-            return self._opened(name, get)
-        except IntegrityError as error:
-            warnings.warn(str(error), StoreWarning, stacklevel=3)
-            return None
+    def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
+        """Return blobs, authenticated all the same; see `Store.get_unverified`."""
+        return self._blobs(keys, self._inner.get_unverified)
+
+    def _blobs(self, keys: Sequence[Key], get: Callable[..., Any]) -> list[bytes | None]:
+        names, blobs = [check_key(key) for key in keys], list[bytes | None]()
+        sealed = list(get(names))[::-1]  # each goes when its blob is there
+        for name in names:
+            try:
+                blobs.append(self._open(name, sealed.pop()))
+            except IntegrityError as error:
+                warnings.warn(str(error), StoreWarning, stacklevel=3)
+                blobs.append(None)
+        return blobs
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.fetch`."""
-        return self._opened(check_key(key), self._inner.fetch)
+        return self._open(name := check_key(key), self._inner.fetch(name))
 
-    def _opened(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
-        sealed = get(name)
+    def _open(self, name: str, sealed: Blob | None) -> bytes | None:
         if sealed is None:
             return None
-        blob = None
+        view = memoryview(sealed)
+        nonce, rest = bytes(view[_HEAD : _HEAD + _NONCE]), view[_HEAD + _NONCE :]
         try:
-            blob = self._open(name, sealed)
-        finally:
-            with self._lock:
-                self._missed += blob is None
-        return blob
-
-    def _open(self, name: str, sealed: bytes) -> bytes | None:
-        if not sealed.startswith(self._head):
-            other = "with another secret or cipher" if sealed.startswith(MAGIC) else "not at all"
-            warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
-            return None
-        try:
-            nonce, rest = sealed[_HEAD : _HEAD + _NONCE], memoryview(sealed)[_HEAD + _NONCE :]
-            blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
-            return blob
+            if view[:_HEAD] == self._head:
+                blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
+                return blob
         except (self._refused, ValueError) as error:
             with self._lock:
-                self._damaged += 1
+                self._damaged, self._missed = self._damaged + 1, self._missed + 1
             self._inner.delete(name)
             raise IntegrityError(
                 f"{self!r}: {name} was forged: it fails its authentication; removed"
             ) from error
+        with self._lock:
+            self._missed += 1
+        other = "with another secret or cipher" if view[: len(MAGIC)] == MAGIC else "not at all"
+        warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
+        return None
 
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""

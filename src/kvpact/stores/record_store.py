@@ -120,24 +120,31 @@ class RecordStore(Store):
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs; see `Store.get_many`."""
-        names, blobs = [check_key(key) for key in keys], list[bytes | None]()
+        return [None if blob is None else bytes(blob) for blob in self._blobs(keys, verify=True)]
+
+    def get_unverified(self, keys: Sequence[Key]) -> Sequence[Blob | None]:
+        """Return blobs where they lie in their records; see `Store.get_unverified`."""
+        return list(self._blobs(keys, verify=False))
+
+    def _blobs(self, keys: Sequence[Key], *, verify: bool) -> Iterator[memoryview | None]:
+        names = [check_key(key) for key in keys]
         found = self._looked_up(names)
         found.reverse()  # each record goes when its blob is there
         for name in names:
             blob = None
             try:
-                blob = self._checked(name, found.pop())
+                blob = self._checked(name, found.pop(), verify=verify)
             except IntegrityError as error:
-                warnings.warn(str(error), StoreWarning, stacklevel=2)
+                warnings.warn(str(error), StoreWarning, stacklevel=3)
             except StoreError as error:
-                warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
-            blobs.append(blob)
-        return blobs
+                warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=3)
+            yield blob
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob; see `Store.fetch`."""
         name = check_key(key)
-        return self._checked(name, *self._looked_up([name]))
+        blob = self._checked(name, self._looked_up([name])[0])
+        return None if blob is None else bytes(blob)
 
     def _looked_up(self, names: Sequence[str]) -> list[Found]:
         self._check_open()
@@ -146,13 +153,13 @@ class RecordStore(Store):
         except StoreError as error:
             return [error] * len(names)
 
-    def _checked(self, name: str, found: Found) -> bytes | None:
+    def _checked(self, name: str, found: Found, verify: bool = True) -> memoryview | None:
         """Return the blob of what was read; raise what went wrong."""
         entry = None
         try:
             if isinstance(found, StoreError):
                 raise found
-            entry = None if found is None else self._verified(name, *found)
+            entry = None if found is None else self._verified(name, *found, verify)
         except StoreError:
             self._count("errors")
             raise
@@ -162,13 +169,7 @@ class RecordStore(Store):
 
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""
-        name = check_key(key)
-        self._check_open()
-        try:
-            return self._contains(name)
-        except StoreError as error:
-            self._failed(error)
-            return False
+        return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
         """Tell of each key whether there is an entry; see `Store.contains_many`."""
@@ -240,9 +241,9 @@ class RecordStore(Store):
         self._count("errors")
         warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=3)
 
-    def _verified(self, name: str, record: bytes, token: Any) -> RecordEntry | None:
+    def _verified(self, name: str, record: bytes, token: Any, verify: bool) -> RecordEntry | None:
         try:
-            entry = unseal(name, record)
+            entry = unseal(name, record, verify=verify)
         except FormatError as error:
             warnings.warn(f"{self!r}: {error}; taken as a miss", StoreWarning, stacklevel=3)
             return None

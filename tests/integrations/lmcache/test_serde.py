@@ -125,7 +125,7 @@ def test_a_chunk_of_another_spec_is_removed(serde, removed, x):
 def test_a_chunk_of_a_later_version_is_left_alone(serde, removed, x):
     name = key_hash(KEY)
     blob = unseal(name, bytes(stored(serde, x).byte_array)).blob
-    later = blob.replace(b'"version":"1"', b'"version":"2"')
+    later = bytes(blob).replace(b'"version":"1"', b'"version":"2"')
     header, rest = seal(name, memoryview(later), 0.0)
     data = Buffer(torch.frombuffer(bytearray(header + rest), dtype=torch.uint8))
     with pytest.raises(FormatError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from os import PathLike
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpact.cache import ContiguousCache
-from kvpact.cache.checks import known_snapshot
+from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
@@ -62,7 +62,8 @@ from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, RecordState, Snapshot
+from kvpact.snapshot import Identity, LayerState, RecordState, Snapshot
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import DEFAULT_SPEC, Spec
 
 
@@ -290,27 +291,35 @@ class CompressedCache(Evicting):
         Errors as of `EngineCache.restore`, and `GeometryError` where the snapshot lacks what layers
         hold that transformers caches itself; the cache is as before then.
         """
-        geometry = known_snapshot(snapshot).geometry
+        self.restore_state(state_of(snapshot), device)
+
+    def restore_state(self, state: CacheState, device: torch.device | str) -> None:
+        """Hold what a state says; see `restore`."""
+        geometry = state.geometry
         shared, layers = self._shared, len(self._shared.specs)
-        if snapshot.num_layers != layers:
-            raise GeometryError(f"{snapshot.num_layers} layers, the model compresses {layers}")
+        if geometry.num_layers != layers:
+            raise GeometryError(f"{geometry.num_layers} layers, the model compresses {layers}")
         for held in self._caches():
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
         check_heads(shared.config, geometry)
-        tokens = snapshot.tokens
-        gaps, records = gaps_of(snapshot.records(), tokens)
+        tokens = state.tokens
+        gaps, records = gaps_of(state.records, tokens)
         kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))
         kept = (x for x in kept if isinstance(x, CompressedLayer | EntriesLayer))
-        for layer, entry in zip(kept, snapshot.manifest.layers, strict=True):
-            if isinstance(layer, EntriesLayer):
-                layer.check_entries(entry.tokens, tokens)
-            elif (records or gaps.ranges) and entry.tokens != tokens - gaps.gone:
-                raise GeometryError(
-                    f"the snapshot's records stand at {tokens} tokens, a layer at {entry.tokens}"
-                )
-        if (spec := ring_spec(snapshot)) is not None and not self._rings.specs:
+
+        def checked_layers() -> Iterator[LayerState]:
+            for layer, held in zip(kept, state.layers, strict=True):
+                if isinstance(layer, EntriesLayer):
+                    layer.check_entries(held.length, tokens)
+                elif (records or gaps.ranges) and held.length != tokens - gaps.gone:
+                    raise GeometryError(
+                        f"the snapshot's records stand at {tokens} tokens, a layer at {held.length}"
+                    )
+                yield held
+
+        if (spec := ring_spec(records)) is not None and not self._rings.specs:
             raise GeometryError(
                 f"the snapshot's windows are packed: make the cache with sliding={str(spec)!r}"
             )
@@ -322,7 +331,7 @@ class CompressedCache(Evicting):
         own = {i: x for i, x in own.items() if i not in packed}
         records = checked(own, [x for x in records if x.layer not in packed], tokens, device)
         whole = shared.new_cache(geometry)
-        whole.restore_layers(snapshot, device)
+        whole.restore_state(state._replace(layers=checked_layers(), records=()), device)
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
         shared.open(gaps)

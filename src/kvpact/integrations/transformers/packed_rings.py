@@ -6,7 +6,7 @@ can be chosen among as those of other records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
+from kvpact.cache.checks import check_fits
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.snapshot import RecordState, Snapshot
-from kvpact.snapshot.parts import stack_rows
+from kvpact.snapshot.parts import select_rows, stack_rows
+from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 PACKED_RING = "packed_ring"
@@ -32,10 +34,11 @@ _LENGTH = 8
 
 def packed_ring(entry: CacheLayer, geometry: CacheGeometry) -> Tensor:
     """Return what a layer of such K and V holds, `[B, n]` uint8."""
-    one = replace(geometry, num_layers=1)
-    given = [layer_state(entry)], [entry.spec], one, ContiguousCache.layout
-    whole = build_snapshot(*given, None, None, None)
-    rows = [whole.select([row]).to_bytes() for row in range(whole.manifest.batch)]
+    one, state, rows = replace(geometry, num_layers=1), layer_state(entry), list[bytes]()
+    size, layout = page_tokens([entry.spec], one, None), ContiguousCache.layout
+    for row in range(0 if state.streams is None else len(state.streams[0].tail)):
+        held = [select_rows(state, [row])]
+        rows.append(Snapshot.build(held, geometry=one, layout=layout, page_size=size).to_bytes())
     size = max(map(len, rows))
     data = b"".join(len(x).to_bytes(_LENGTH, "little") + x.ljust(size, b"\0") for x in rows)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(rows), -1)
@@ -53,9 +56,9 @@ def _rows(tensor: Tensor) -> list[Snapshot]:
     return rows
 
 
-def ring_spec(snapshot: Snapshot) -> Spec | None:
-    """Return what windows in a snapshot are packed by; None where none is."""
-    found = (x.tensor for x in snapshot.records() if x.name == PACKED_RING)
+def ring_spec(records: Iterable[RecordState]) -> Spec | None:
+    """Return what windows of a snapshot are packed by; None where none is."""
+    found = (x.tensor for x in records if x.name == PACKED_RING)
     return next((Spec.from_json(_rows(x)[0].manifest.layers[0].spec) for x in found), None)
 
 
@@ -91,7 +94,7 @@ def restored_rings(
             raise GeometryError("layers with sliding attention have K and V of unlike shapes")
         entry = cache.entry(index)
         if rows:
-            _restore(entry, rows, geometry, device)
+            _restore(entry, [row.state() for row in rows], geometry, device)
         else:
             _pack(entry, given["keys"].to(device), given["values"].to(device), tokens)
         held, window = entry.length, shared.window
@@ -116,12 +119,12 @@ def _geometry(given: Mapping[str, Tensor]) -> CacheGeometry:
 
 
 def _restore(
-    entry: CacheLayer, rows: Sequence[Snapshot], geometry: CacheGeometry, device: Any
+    entry: CacheLayer, rows: Sequence[CacheState], geometry: CacheGeometry, device: Any
 ) -> None:
     for row in rows:
-        check_fits(row, [entry.spec], geometry, geometry.dtype)
-    state = stack_rows([row.layer(0) for row in rows])
-    new = restored_layer(entry.empty(), state, torch.device(device), shared=False)
+        check_fits(row, geometry)
+    state = stack_rows([layer for row in rows for layer in row.layers])
+    new = restored_layer(entry.empty(), state, torch.device(device), False, dtype=geometry.dtype)
     entry.restore(new.k, new.v, new.padding, new._held.seen)
 
 

@@ -29,7 +29,8 @@ from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.fetch import first_lacking
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import RecordState, Snapshot
+from kvpact.snapshot import RecordState
+from kvpact.snapshot.state import CacheState
 from kvpact.stores import Store
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*_token_(id|index)")
@@ -216,8 +217,8 @@ class _PrefixSource:
     def records(self, seq: int | None) -> list[RecordState]:
         return self._cache.records(whole=True)
 
-    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
-        self._cache.restore(snapshot, device=self._device)
+    def restore(self, held: CacheState, seq: int | None) -> None:
+        self._cache.restore_state(held, self._device)
 
 
 @torch.no_grad()
