@@ -1,19 +1,25 @@
 // What is found in the libraries that are loaded: ggml's functions, and OpenMP's threads.
 #pragma once
-#include "ggml/ggml_abi.h"
+#include <vector>
+
 #include "pool.h"
 
-struct Ggml {
-    const char *(*version)(void) = nullptr;
-    ggml_abi::BufferType *(*cpu_buffer_type)(void) = nullptr;
-    int (*nodes)(void *graph) = nullptr;
-    ggml_abi::Tensor *(*node)(void *graph, int) = nullptr;
+// Where ggml's functions are looked for: the library that calls us, then those of ggml's name, which Python loads for
+// itself, so that they are no part of the program's scope.
+class Libraries {
+    std::vector<void *> all;
 
-    // That of the library in which `caller` lies, or else one of the process.
-    explicit Ggml(const void *caller);
+  public:
+    explicit Libraries(const void *caller);
+    Libraries(const Libraries &) = delete;
+    ~Libraries();
+    // The first one with a function; NULL: none has it.
+    void *with(const char *function) const;
+    // A function of a library or of those that it is linked with.
+    static void *find(void *library, const char *function);
 };
-// The ggml that loaded this library: the one that the first call found.
-const Ggml &ggml(const void *caller = nullptr);
 
-// `kvp_parallel`, on the threads of the OpenMP library that ggml uses, which wait for it between operations.
+// `kvp_parallel`, on the threads of the OpenMP library that ggml uses, which wait for it between operations. `ggml` is
+// an address in it.
+void use_threads_of(const void *ggml);
 bool on_threads(int64_t threads, int64_t count, kvp_work work, void *context);
