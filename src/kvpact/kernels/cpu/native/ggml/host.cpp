@@ -1,21 +1,9 @@
 #include "ggml/host.h"
 
-#include <initializer_list>
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "ggml/loaded.h"
-
-using ggml_abi::Tensor;
-
-namespace {
-template <class T> T value_at(const void *from, int at) {
-    T value;
-    memcpy(&value, (const char *)from + at, sizeof value);
-    return value;
-}
-} // namespace
 
 bool Host::refuse(const char *format, ...) {
     va_list values;
@@ -31,10 +19,9 @@ Host::Host(const void *caller) {
 
 // All of one library and those it is linked with: another ggml of this process may have some that this one lacks.
 bool Host::find_functions(const void *caller) {
-    const Libraries libraries(caller);
-    void *home = libraries.with("ggml_backend_reg_get");
+    void *home = library_with("ggml_backend_reg_get", caller);
     if (!home) return refuse("no ggml that shows its functions is loaded in this process");
-#define F(result, name, arguments) ggml.name = (decltype(ggml.name))Libraries::find(home, "ggml_" #name);
+#define F(result, name, arguments) ggml.name = (decltype(ggml.name))function_of(home, "ggml_" #name);
     KVP_GGML_NEEDED(F)
     KVP_GGML_SOMETIMES(F)
 #undef F
@@ -56,11 +43,8 @@ bool Host::find_api() {
     return true;
 }
 
-int Host::operation_of(const void *tensor) const { return value_at<int32_t>(tensor, at.operation); }
-bool Host::to_compute(const void *tensor) const { return !at.compute || value_at<int32_t>(tensor, at.flags) & at.compute; }
-
 bool Host::read(const void *node, ggml_abi::Attention &to) const {
-    const auto read_tensor = [&](const void *from, Tensor &tensor) {
+    const auto read_tensor = [&](const void *from, ggml_abi::Tensor &tensor) {
         tensor.type = value_at<int32_t>(from, at.type);
         memcpy(tensor.ne, (const char *)from + at.ne, sizeof tensor.ne);
         memcpy(tensor.nb, (const char *)from + at.nb, sizeof tensor.nb);
@@ -68,7 +52,7 @@ bool Host::read(const void *node, ggml_abi::Attention &to) const {
     };
     for (int i = 0; i < at.number_count; i++)
         if (!(at.known >> i & 1) && value_at<int32_t>(node, at.numbers + i * 4)) return false;
-    Tensor *const parts[] = {&to.q, &to.k, &to.v, &to.mask, &to.sinks};
+    ggml_abi::Tensor *const parts[] = {&to.q, &to.k, &to.v, &to.mask, &to.sinks};
     bool has[5] = {};
     for (int i = 0; i < at.source_count; i++) {
         const void *source = value_at<const void *>(node, at.sources + i * 8);

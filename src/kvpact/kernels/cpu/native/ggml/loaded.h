@@ -1,23 +1,11 @@
 // What is found in the libraries that are loaded: ggml's functions, and OpenMP's threads.
 #pragma once
-#include <vector>
-
 #include "pool.h"
 
-// Where ggml's functions are looked for: the library that calls us, then those of ggml's name, which Python loads for
-// itself, so that they are no part of the program's scope.
-class Libraries {
-    std::vector<void *> all;
-
-  public:
-    explicit Libraries(const void *caller);
-    Libraries(const Libraries &) = delete;
-    ~Libraries();
-    // The first one with a function; NULL: none has it.
-    void *with(const char *function) const;
-    // A function of a library or of those that it is linked with.
-    static void *find(void *library, const char *function);
-};
+// The library that `caller` is in, or one of ggml's name, which Python loads for itself, so that it is no part of the
+// program's scope: the first that has a function, by itself or where it is linked with another. It stays open.
+void *library_with(const char *function, const void *caller);
+void *function_of(void *library, const char *name);
 
 // `kvp_parallel`, on the threads of the OpenMP library that ggml uses, which wait for it between operations. `ggml` is
 // an address in it.

@@ -40,20 +40,18 @@ struct Backend : Object {
 // One for each ggml of the process, which keeps addresses of it.
 struct Plugin {
     Host host;
-    bool good = false;
     Object registry{}, device{};
 };
 Host &host_of(const void *object) { return ((const Object *)object)->plugin->host; }
 
 int compute(Backend *backend, void *graph) {
-    constexpr int FAILED = -1, ALLOC_FAILED = -2;
     Host &host = host_of(backend);
     for (int i = 0; i < host.ggml.graph_n_nodes(graph); i++) {
         const void *node = host.ggml.graph_node(graph, i);
         if (host.operation_of(node) != host.operation[ATTENTION] || !host.to_compute(node)) continue;
         ggml_abi::Attention op;
-        if (!host.read(node, op)) return FAILED;
-        if (!attend(op, backend->threads, backend->parts)) return ALLOC_FAILED;
+        if (!host.read(node, op)) return -1;
+        if (!attend(op, backend->threads, backend->parts)) return -2; // no memory
         if (host.trying) host.tried++;
         else computed.fetch_add(1, std::memory_order_relaxed);
     }
@@ -76,16 +74,12 @@ void *start(void *device, const char *) {
 
 const char *device_name(void *) { return "KVPACT"; }
 const char *description(void *) { return "attention over quantised KV caches"; }
-int kind(void *device) { return host_of(device).accelerator; }
-void memory(void *, size_t *free, size_t *total) { *free = *total = 0; }
 void properties(void *device, char *to) {
     const char *const names[] = {device_name(device), description(device)};
-    const int32_t type = kind(device);
+    const int32_t type = host_of(device).accelerator;
     memcpy(to, names, sizeof names);
     memcpy(to + 32, &type, sizeof type);
 }
-void *buffer_type(void *device) { return host_of(device).ggml.backend_cpu_buffer_type(); }
-bool supports_buffer(void *device, void *type) { return host_of(device).ggml.backend_buft_is_host(type); }
 bool supports_op(void *device, const void *node) {
     const Host &host = host_of(device);
     const int operation = host.operation_of(node);
@@ -98,7 +92,7 @@ bool supports_op(void *device, const void *node) {
 void set_threads(Backend *backend, int threads) { backend->threads = threads; }
 void *address(void *, const char *name) { return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *)set_threads : nullptr; }
 
-void build(Plugin &plugin) {
+Object *build(Plugin &plugin) {
     Object &registry = plugin.registry = {}, &device = plugin.device = {};
     registry.plugin = device.plugin = &plugin;
     const auto &r = plugin.host.slot.registry;
@@ -111,65 +105,52 @@ void build(Plugin &plugin) {
     const auto &d = plugin.host.slot.device;
     device.set(d.name, device_name);
     device.set(d.description, description);
-    device.set(d.memory, memory);
-    device.set(d.type, kind);
+    device.set(d.memory, +[](void *, size_t *free, size_t *total) { *free = *total = 0; });
+    device.set(d.type, +[](void *it) { return host_of(it).accelerator; });
     device.set(d.properties, properties);
     device.set(d.init, start);
-    device.set(d.buffer_type, buffer_type);
+    device.set(d.buffer_type, +[](void *it) { return host_of(it).ggml.backend_cpu_buffer_type(); });
     device.set(d.supports_op, supports_op);
-    device.set(d.supports_buffer, supports_buffer);
+    device.set(d.supports_buffer, +[](void *it, void *type) { return host_of(it).ggml.backend_buft_is_host(type); });
     device.word[d.registry] = &registry;
+    return &device;
 }
 
-bool probe(Plugin &plugin) {
-    if (!plugin.host.probe()) return false;
-    build(plugin);
-    return true;
+// The probes, and a trial of what they found.
+void examine(Plugin &plugin, bool copy) {
+    if (plugin.host.probe()) plugin.host.trial(build(plugin), copy);
 }
 
 #if defined(__linux__)
-// Probes and trial in a copy of this process, which may crash in its place.
-bool works(Plugin &plugin) {
-    struct Answer {
-        bool good;
-        double error;
-        char why[sizeof plugin.host.why];
-    };
+// The same in a copy of this process, which may crash in its place. What it found is left in memory that both see.
+void try_out(Plugin &plugin) {
     Host &host = plugin.host;
-    void *const shared = mmap(nullptr, sizeof(Answer), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void *const shared = mmap(nullptr, sizeof(Host), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     const pid_t child = shared == MAP_FAILED ? -1 : fork();
-    if (child < 0) {
-        snprintf(host.why, sizeof host.why, "no copy of the process can be made to try it: %s", strerror(errno));
-        if (shared != MAP_FAILED) munmap(shared, sizeof(Answer));
-        return false;
-    }
-    Answer &answer = *(Answer *)shared;
     if (child == 0) {
         sigset_t none;
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, nullptr);
         for (int s : {SIGALRM, SIGSEGV, SIGABRT, SIGBUS, SIGILL, SIGFPE}) signal(s, SIG_DFL);
+        alarm(20);
         prctl(PR_SET_DUMPABLE, 0);
         setenv("GGML_NO_BACKTRACE", "1", 1); // which would start a debugger
-        alarm(20);
         if (host.ggml.log_set) host.ggml.log_set([](int, const char *, void *) {}, nullptr);
-        answer.good = probe(plugin) && host.trial(&plugin.device, true);
-        answer.error = host.error;
-        memcpy(answer.why, host.why, sizeof host.why);
+        examine(plugin, true);
+        memcpy(shared, &host, sizeof host);
         _exit(0);
     }
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {} // others may have asked for its end: then it is unknown
-    const bool good = answer.good;
-    host.error = answer.error;
-    if (!good && *answer.why) memcpy(host.why, answer.why, sizeof host.why);
-    else if (!good) snprintf(host.why, sizeof host.why, "a copy of the process that tried it ended with signal %d", status & 127);
-    munmap(shared, sizeof(Answer));
-    return good && probe(plugin);
+    if (child < 0) host.refuse("no copy of the process can be made to try it: %s", strerror(errno));
+    int status = 0; // unknown where somebody else asks for the end of all children
+    while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    if (child > 0 && ((Host *)shared)->api) memcpy(&host, shared, sizeof host);
+    else if (child > 0) host.refuse("a copy of the process that tried it ended with signal %d", status & 127);
+    if (shared != MAP_FAILED) munmap(shared, sizeof(Host));
+    if (!*host.why) build(plugin);
 }
 #else
-// Copies of processes aren't there, or are not allowed to compute.
-bool works(Plugin &plugin) { return probe(plugin) && plugin.host.trial(&plugin.device, false); }
+// Copies of a process aren't there, or are not allowed to compute.
+void try_out(Plugin &plugin) { examine(plugin, false); }
 #endif
 
 bool is_loaded(const Functions &ggml) {
@@ -189,14 +170,14 @@ void *registry_for(const void *caller) {
     Plugin *plugin = nullptr;
     for (Plugin *one : all)
         if (one->host.ggml.graph_node == host.ggml.graph_node) plugin = one;
-    if (!kernels()) snprintf(host.why, sizeof host.why, "KVPACT_GGML_SIMD is not one of none, neon, avx2, avx512, avx512vbmi");
+    if (!kernels()) host.refuse("KVPACT_GGML_SIMD is not one of none, neon, avx2, avx512, avx512vbmi");
     if (!plugin && !*host.why) { // else what it lacks may come
         all.push_back(plugin = new Plugin{host});
-        plugin->good = works(*plugin);
+        try_out(*plugin);
     }
     const Host &known = plugin ? plugin->host : host;
     *refused = 0;
-    if (plugin && plugin->good) {
+    if (!*known.why) {
         use_threads_of(caller);
         snprintf(found, sizeof found, "ggml %.32s, interface %d, trial NMSE %.0e", known.version(), known.api, known.error);
         if (!is_loaded(known.ggml)) return &plugin->registry;
