@@ -1,5 +1,6 @@
 // A small ggml for tests of the backend: the functions that it calls, a scheduler and naive attention, over structs of
-// which macros choose the layout: that of 0.25.3, OLD, or SHUFFLED, which no version has. More macros make it wrong.
+// which macros choose the layout: that of 0.25.3, OLD, or SHUFFLED, which no version has. More macros make it wrong;
+// SCALE and SLOPE are 1 and Q8_NUMBER is 8 where it is right.
 #include <dlfcn.h>
 #include <errno.h>
 #include <math.h>
@@ -23,16 +24,6 @@ enum { API = 2, PROPERTIES = 56, COMPUTE = 16, SHIFT = 0, B_COMPUTE = 13, B_DEVI
 enum { SOURCES = 10, B_GUID = 0, B_NAME, B_FREE, B_SYNCHRONIZE = 6, R_NAME = 1, R_COUNT, R_DEVICE, R_ADDRESS };
 enum { D_NAME, D_DESCRIPTION, D_MEMORY, D_TYPE, D_PROPERTIES, D_INIT, D_BUFFER_TYPE, D_OP = 9, D_BUFFER, D_REGISTRY = 15 };
 #endif
-#if !defined(SCALE)
-#define SCALE 1
-#endif
-#if !defined(SLOPE)
-#define SLOPE 1
-#endif
-#if !defined(Q8_NUMBER)
-#define Q8_NUMBER 8
-#endif
-
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = Q8_NUMBER };
 enum { NONE = 0, RESHAPE = 36 + SHIFT, VIEW, PERMUTE, TRANSPOSE, ATTENTION = 74 + SHIFT };
 struct Tensor {
@@ -46,44 +37,24 @@ struct Tensor {
     int32_t op, params[16], flags;
     Tensor *src[SOURCES], *view;
     size_t view_at;
-    char *data;
-    char name[64];
-    void *extra;
-    char padding[8];
+    char *data, name[64];
+    void *more_of_it[2];
 };
-struct Graph {
-    int count;
-    Tensor *node[64];
-};
-struct Params {
-    size_t size;
-    void *memory;
-    bool no_alloc;
-};
-struct Context {
-    Params params;
-    size_t used;
-    std::vector<Tensor *> tensors;
-};
-// A struct of ggml's, as words, and a call of one of its functions.
-struct Object {
-    void *word[24];
-};
+struct Graph { int count; Tensor *node[64]; };
+struct Params { size_t size; void *memory; bool no_alloc; };
+struct Context { Params params; size_t used; std::vector<Tensor *> tensors; };
+struct Scheduler { std::vector<void *> backends, memory; };
+struct Object { void *word[24]; }; // a struct whose layout varies
 template <class R, class... A> R call(const void *object, int word, A... more) {
     return ((R(*)(const void *, A...))((const Object *)object)->word[word])(object, more...);
 }
-struct Type {
-    int number;
-    const char *name;
-    size_t size, block;
-};
-static const Type TYPES[] = {{0, "f32", 4, 1},      {1, "f16", 2, 1},    {2, "q4_0", 18, 32}, {3, "q4_1", 20, 32}, {6, "q5_0", 22, 32},
-                             {7, "q5_1", 24, 32},   {Q8_0, "q8_0", 34, 32}, {20, "iq4_nl", 18, 32}, {30, "bf16", 2, 1}};
+static const struct Type { int number; const char *name; size_t size, block; } TYPES[] = {
+    {0, "f32", 4, 1},      {1, "f16", 2, 1},       {2, "q4_0", 18, 32},    {3, "q4_1", 20, 32}, {6, "q5_0", 22, 32},
+    {7, "q5_1", 24, 32},   {Q8_0, "q8_0", 34, 32}, {20, "iq4_nl", 18, 32}, {30, "bf16", 2, 1},  {-1, "none", 0, 1}};
 static const Type &type_of(int number) {
-    for (const Type &type : TYPES)
-        if (type.number == number) return type;
-    static const Type none = {0, "none", 0, 1};
-    return none;
+    const Type *type = TYPES;
+    while (type->number != number && type->number >= 0) type++;
+    return *type;
 }
 static std::vector<void *> registries;
 
@@ -222,14 +193,13 @@ Tensor *ggml_graph_node(Graph *graph, int i) { return graph->node[i]; }
 
 size_t ggml_backend_reg_count() { return registries.size(); }
 void *ggml_backend_reg_get(size_t i) { return registries[i]; }
-const char *ggml_backend_reg_name(void *r) { return call<const char *>(r, R_NAME); }
-size_t ggml_backend_reg_dev_count(void *r) { return call<size_t>(r, R_COUNT); }
+#define CALLS(result, name, word) result ggml_backend_##name(void *it) { return call<result>(it, word); }
+CALLS(const char *, reg_name, R_NAME) CALLS(size_t, reg_dev_count, R_COUNT) CALLS(const char *, dev_name, D_NAME)
+CALLS(const char *, dev_description, D_DESCRIPTION) CALLS(int, dev_type, D_TYPE) CALLS(void *, dev_buffer_type, D_BUFFER_TYPE)
+CALLS(const char *, name, B_NAME) CALLS(void, free, B_FREE)
 void *ggml_backend_reg_dev_get(void *r, size_t i) { return call<void *>(r, R_DEVICE, i); }
 void *ggml_backend_reg_get_proc_address(void *r, const char *name) { return call<void *>(r, R_ADDRESS, name); }
-const char *ggml_backend_dev_name(void *d) { return call<const char *>(d, D_NAME); }
-const char *ggml_backend_dev_description(void *d) { return call<const char *>(d, D_DESCRIPTION); }
 void ggml_backend_dev_memory(void *d, size_t *free, size_t *total) { call<void>(d, D_MEMORY, free, total); }
-int ggml_backend_dev_type(void *d) { return call<int>(d, D_TYPE); }
 void ggml_backend_dev_get_props(void *d, char *to) {
 #if !defined(NOT_CLEARED)
     memset(to, 0, PROPERTIES);
@@ -238,25 +208,25 @@ void ggml_backend_dev_get_props(void *d, char *to) {
 }
 void *ggml_backend_dev_backend_reg(Object *d) { return d->word[D_REGISTRY]; }
 void *ggml_backend_dev_init(void *d, const char *text) { return call<void *>(d, D_INIT, text); }
-void *ggml_backend_dev_buffer_type(void *d) { return call<void *>(d, D_BUFFER_TYPE); }
 bool ggml_backend_dev_supports_op(void *d, const Tensor *t) { return call<bool>(d, D_OP, t); }
 bool ggml_backend_dev_supports_buft(void *d, void *type) { return call<bool>(d, D_BUFFER, type); }
-const char *ggml_backend_name(void *b) { return call<const char *>(b, B_NAME); }
-void ggml_backend_free(void *b) { call<void>(b, B_FREE); }
 void *ggml_backend_guid(Object *b) { return b->word[B_GUID]; }
 void *ggml_backend_get_device(Object *b) { return b->word[B_DEVICE]; }
 int ggml_backend_graph_compute_async(void *b, Graph *graph) { return call<int>(b, B_COMPUTE, graph); }
 void *ggml_backend_dev_by_type(int type) {
     for (void *r : registries)
         if (void *d = ggml_backend_reg_dev_get(r, 0); ggml_backend_dev_type(d) == type) return d;
+#if defined(HAS_A_GPU)
+    if (static Object gpu; type == 1) return &gpu; // has no function that works
+#endif
     return nullptr;
 }
 void *ggml_backend_init_best() {
     void *best = ggml_backend_dev_by_type(1);
 #if defined(THREE_IS_A_GPU)
-    if (!best) best = ggml_backend_dev_by_type(3);
+    best = ggml_backend_dev_by_type(3);
 #endif
-    return ggml_backend_dev_init(best ? best : ggml_backend_dev_by_type(0), nullptr);
+    return best ? ggml_backend_dev_init(best, nullptr) : nullptr;
 }
 
 static int cpu_memory; // its buffer type
@@ -273,9 +243,6 @@ void ggml_backend_buffer_free(void *buffer) { free(buffer); }
 void ggml_backend_tensor_set(Tensor *t, const void *from, size_t at, size_t size) { memcpy(t->data + at, from, size); }
 void ggml_backend_tensor_get(const Tensor *t, void *to, size_t at, size_t size) { memcpy(to, t->data + at, size); }
 
-struct Scheduler {
-    std::vector<void *> backends, memory;
-};
 Scheduler *ggml_backend_sched_new(void **backends, void **, int count, size_t, bool, bool) {
     return new Scheduler{std::vector<void *>(backends, backends + count), {}};
 }

@@ -1,6 +1,7 @@
 #include "ggml/operation.h"
 
 #include <initializer_list>
+#include <new>
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,6 +27,7 @@ constexpr int64_t FEW_ROWS = 32;         // of a KV head: parts of tokens, not o
 constexpr int64_t LEAST_TOKENS = 512;    // fewer are not worth the change of backends
 constexpr int64_t LEAST_PART = 256;      // tokens
 constexpr int64_t LEAST_WORK = 1 << 17;  // products that are worth more than one thread
+constexpr std::align_val_t ALIGNMENT{64};
 
 bool asked(const char *name) {
     const char *value = getenv(name);
@@ -163,12 +165,12 @@ bool worthwhile(const Attention &op) {
     return op.k.ne[1] >= LEAST_TOKENS && (numbers || !is_number(op.v.type));
 }
 
-Parts::~Parts() { free(data); }
+Parts::~Parts() { operator delete(data, ALIGNMENT); }
 
 float *Parts::get(size_t count) {
     if (count <= size) return data;
-    free(data);
-    data = (float *)aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
+    operator delete(data, ALIGNMENT);
+    data = (float *)operator new(count * sizeof(float), ALIGNMENT, std::nothrow);
     size = data ? count : 0;
     return data;
 }

@@ -100,7 +100,9 @@ bool Host::trial(void *device, bool copy) {
         if (wrong) return refuse("a trial of attention (%s) failed: %s", c.name, wrong);
     }
     trying = false;
-    if (!copy || !ggml.backend_device_register || !ggml.backend_init_best) return true;
+    // Where there is a GPU, it would be taken, and does not work in a copy of a process.
+    const bool gpu = ggml.backend_dev_by_type(1) || (accelerator > 2 && ggml.backend_dev_by_type(2));
+    if (!copy || gpu || !ggml.backend_device_register || !ggml.backend_init_best) return true;
     ggml.backend_device_register(device);
     const Owned best(ggml.backend_init_best(), ggml.backend_free);
     return !best || ggml.backend_get_device(best.get()) != device || refuse("it takes kvpact's device for a GPU");
