@@ -109,9 +109,6 @@ const char *ggml_op_name(int op) {
     return op == NONE ? "NONE" : op >= RESHAPE && op <= TRANSPOSE ? shapes[op - RESHAPE] : "ANOTHER";
 }
 const char *ggml_op_desc(const Tensor *t) { return ggml_op_name(t->op); }
-#if !defined(OLD)
-const char *ggml_version() { return "0.25.3"; }
-#endif
 
 Context *ggml_init(Params params) {
     if (!params.memory) params.memory = calloc(1, params.size);
@@ -172,6 +169,7 @@ Tensor *ggml_flash_attn_ext(Context *c, Tensor *q, Tensor *k, Tensor *v, Tensor 
 }
 void ggml_flash_attn_ext_set_prec(Tensor *t, int x) { t->params[3] = x; }
 #if !defined(OLD)
+const char *ggml_version() { return "0.25.3"; }
 void ggml_flash_attn_ext_add_sinks(Tensor *t, Tensor *sinks) { t->src[4] = sinks; }
 void ggml_flash_attn_ext_set_n_kv_max(Tensor *t, int x) { t->params[4] = x; }
 #endif

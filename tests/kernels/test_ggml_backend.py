@@ -91,7 +91,6 @@ def test_any_layout_loads_once(fake, layout, found):
     assert done.stderr == "kvpact: this ggml has loaded it already\n"
 
 
-LATE = "its CPU backend has to be loaded before kvpact's"
 TRIAL = "a trial of attention ({}) failed: the result is not ggml's"
 
 
@@ -99,7 +98,7 @@ TRIAL = "a trial of attention ({}) failed: the result is not ggml's"
     ("macro", "why"),
     [
         ("ggml_graph_node=other", "it has no function ggml_graph_node"),
-        ("NO_BACKEND", LATE),
+        ("NO_BACKEND", "its CPU backend has to be loaded before kvpact's"),
         ("DISAGREE", "its backends do not begin with the number of its interface"),
         ("NOT_CLEARED", "its devices' properties are not as kvpact expects"),
         ("Q8_NUMBER=9", "its type 8 is not q8_0"),

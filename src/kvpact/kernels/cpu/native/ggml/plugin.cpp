@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <string>
 #include <vector>
 #if defined(__linux__)
 #include <signal.h>
@@ -16,7 +17,6 @@
 #include <unistd.h>
 #endif
 
-#include "abi.h"
 #include "ggml/host.h"
 #include "ggml/loaded.h"
 #include "ggml/operation.h"
@@ -76,9 +76,8 @@ const char *device_name(void *) { return "KVPACT"; }
 const char *description(void *) { return "attention over quantised KV caches"; }
 void properties(void *device, char *to) {
     const char *const names[] = {device_name(device), description(device)};
-    const int32_t type = host_of(device).accelerator;
     memcpy(to, names, sizeof names);
-    memcpy(to + 32, &type, sizeof type);
+    memcpy(to + 32, &host_of(device).accelerator, 4);
 }
 bool supports_op(void *device, const void *node) {
     const Host &host = host_of(device);
@@ -96,8 +95,7 @@ Object *build(Plugin &plugin) {
     Object &registry = plugin.registry = {}, &device = plugin.device = {};
     registry.plugin = device.plugin = &plugin;
     const auto &r = plugin.host.slot.registry;
-    const int32_t api = plugin.host.api;
-    memcpy(registry.word, &api, sizeof api);
+    memcpy(registry.word, &plugin.host.api, 4);
     registry.set(r.name, +[](void *) { return "kvpact"; });
     registry.set(r.count, +[](void *) -> size_t { return 1; });
     registry.set(r.device, +[](Object *it, size_t) { return &it->plugin->device; });
@@ -184,24 +182,26 @@ void *registry_for(const void *caller) {
         fprintf(stderr, "kvpact: this ggml has loaded it already\n");
         return nullptr;
     }
-    char api[24] = "";
-    if (known.api) snprintf(api, sizeof api, ", interface %d,", known.api);
+    const std::string api = known.api ? ", interface " + std::to_string(known.api) + "," : "";
     if (!known.ggml.backend_reg_get) snprintf(refused, sizeof refused, "%s", known.why);
-    else snprintf(refused, sizeof refused, "ggml %.32s%s is refused: %s", known.version(), api, known.why);
+    else snprintf(refused, sizeof refused, "ggml %.32s%s is refused: %s", known.version(), api.c_str(), known.why);
     fprintf(stderr, "kvpact: %s\n", refused);
     return nullptr;
 }
 
 } // namespace
 
-extern "C" {
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
 // Why the last load was refused, in one line; "": it was not.
-KVP_EXPORT const char *kvpact_ggml_refused(void) { return refused; }
+EXPORT const char *kvpact_ggml_refused(void) { return refused; }
 // The ggml that was accepted last, in one line; "": none was.
-KVP_EXPORT const char *kvpact_ggml_found(void) { return found; }
+EXPORT const char *kvpact_ggml_found(void) { return found; }
 // Attentions that ran here since this library was loaded.
-KVP_EXPORT int64_t kvpact_ggml_computed(void) { return computed; }
+EXPORT int64_t kvpact_ggml_computed(void) { return computed; }
 
-KVP_EXPORT int ggml_backend_score(void) { return registry_for(__builtin_return_address(0)) ? 1 : 0; }
-KVP_EXPORT void *ggml_backend_init(void) { return registry_for(__builtin_return_address(0)); }
-}
+EXPORT int ggml_backend_score(void) { return registry_for(__builtin_return_address(0)) ? 1 : 0; }
+EXPORT void *ggml_backend_init(void) { return registry_for(__builtin_return_address(0)); }

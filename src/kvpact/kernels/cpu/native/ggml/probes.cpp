@@ -49,13 +49,10 @@ template <class Change> int changed(int size, const void *tensor, Change &&chang
     return only(size, 4, [&](int at) { return memcmp(before.data() + at, (const char *)tensor + at, 4) != 0; });
 }
 
-constexpr struct {
-    int number;
-    const char *name;
-    size_t block;
-} TYPES[] = {{ggml_abi::F32, "f32", 4},    {ggml_abi::F16, "f16", 2},       {ggml_abi::BF16, "bf16", 2},
-             {ggml_abi::Q4_0, "q4_0", 18}, {ggml_abi::Q4_1, "q4_1", 20},    {ggml_abi::Q5_0, "q5_0", 22},
-             {ggml_abi::Q5_1, "q5_1", 24}, {ggml_abi::IQ4_NL, "iq4_nl", 18}, {ggml_abi::Q8_0, "q8_0", 34}};
+constexpr struct { int number; const char *name; size_t block; } TYPES[] = {
+    {ggml_abi::F32, "f32", 4},    {ggml_abi::F16, "f16", 2},    {ggml_abi::BF16, "bf16", 2},
+    {ggml_abi::Q4_0, "q4_0", 18}, {ggml_abi::Q4_1, "q4_1", 20}, {ggml_abi::Q5_0, "q5_0", 22},
+    {ggml_abi::Q5_1, "q5_1", 24}, {ggml_abi::Q8_0, "q8_0", 34}, {ggml_abi::IQ4_NL, "iq4_nl", 18}};
 constexpr const char *NAMES[] = {"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "FLASH_ATTN_EXT"};
 
 } // namespace
@@ -148,28 +145,24 @@ bool Host::find_tensors() {
     const float numbers[] = {.1171875f, .40625f, 3.25f};
     void *node = ggml.flash_attn_ext(context.get(), q, k, v, mask, numbers[0], numbers[1], numbers[2]);
     const void *sources[] = {q, k, v, mask};
-    void *const made[OPERATIONS] = {q8,
-                                    ggml.view_4d(context.get(), q8, 32, 3, 5, 7, nb[1], nb[2], nb[3], 34),
-                                    ggml.reshape_2d(context.get(), q8, 64, 105),
-                                    ggml.permute(context.get(), f16, 0, 2, 1, 3),
-                                    ggml.transpose(context.get(), f16),
-                                    node};
+    void *const view = ggml.view_4d(context.get(), q8, 32, 3, 5, 7, nb[1], nb[2], nb[3], 34);
+    void *const reshaped = ggml.reshape_2d(context.get(), q8, 64, 105), *const transposed = ggml.transpose(context.get(), f16);
+    void *const made[OPERATIONS] = {q8, view, reshaped, ggml.permute(context.get(), f16, 0, 2, 1, 3), transposed, node};
     at.sources = only(size, node, sources), at.numbers = only(size, node, numbers);
     // Behind the sources is what a view is of; behind the numbers are the flags.
-    const int viewed = only(size, 8, [&](int i) { return i != at.sources && value_at<void *>(made[VIEW], i) == q8; });
+    const int viewed = only(size, 8, [&](int i) { return i != at.sources && value_at<void *>(view, i) == q8; });
     at.flags = changed(size, q8, [&] { ggml.set_output(q8); });
     at.source_count = (viewed - at.sources) / 8, at.number_count = (at.flags - at.numbers) / 4;
     if (at.sources < 0 || at.numbers < 0 || at.source_count < 5 || at.source_count > 64 || at.number_count < 4 || at.number_count > 32)
         return refuse("its operations do not show their sources and numbers");
     // The number of an operation stands where all of these differ, and have their names; functions of names check no bounds.
     at.operation = only(size, 4, [&](int i) {
-        bool named = true;
         for (int o = 0; o < OPERATIONS; o++) operation[o] = value_at<int>(made[o], i);
         const std::vector<int> found(operation, operation + OPERATIONS);
         if (found[NONE] || *std::max_element(found.begin(), found.end()) > 255 || !distinct(found, 0)) return false;
         for (int o = 0; o < OPERATIONS; o++)
-            named = named && strcmp(ggml.op_name(found[o]), NAMES[o]) == 0 && strcmp(ggml.op_desc(made[o]), NAMES[o]) == 0;
-        return named;
+            if (strcmp(ggml.op_name(found[o]), NAMES[o]) != 0 || strcmp(ggml.op_desc(made[o]), NAMES[o]) != 0) return false;
+        return true;
     });
     if (at.operation < 0) return refuse("its tensors do not show their operation");
     for (int o = 0; o < OPERATIONS; o++) operation[o] = operation_of(made[o]);
@@ -186,8 +179,8 @@ bool Host::find_attention(void *context, void *node, int size) {
         if (place >= at.numbers && place < at.flags) at.known |= 1u << (place - at.numbers) / 4;
     };
     if (ggml.flash_attn_ext_set_prec) may_be_ignored([&] { ggml.flash_attn_ext_set_prec(node, 10); });
-    if (ggml.flash_attn_ext_set_n_kv_max) // a bound of what the mask says
-        may_be_ignored([&] { ggml.flash_attn_ext_set_n_kv_max(node, 0x1234); });
+    // A bound of what the mask says.
+    if (ggml.flash_attn_ext_set_n_kv_max) may_be_ignored([&] { ggml.flash_attn_ext_set_n_kv_max(node, 0x1234); });
     if (ggml.flash_attn_ext_add_sinks) ggml.flash_attn_ext_add_sinks(node, sinks);
     at.sinks = sources[4] == sinks;
     void *graph = ggml.new_graph(context);
