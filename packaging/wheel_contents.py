@@ -15,8 +15,10 @@ import lief
 from wheel_platforms import Platform
 
 FOLDER = "kvpact/kernels/cpu"
-GGML = "kvpact/integrations/llama_cpp/libggml-kvpact.so"  # not on Windows
-GGML_EXPORTS = {"ggml_backend_init", "ggml_backend_score", "kvpact_ggml_refused"}
+GGML = "kvpact/integrations/llama_cpp/libggml-kvpact"  # .dll on Windows, .so elsewhere
+GGML_EXPORTS = {"ggml_backend_init", "ggml_backend_score"} | {
+    f"kvpact_ggml_{name}" for name in ("computed", "found", "refused")
+}
 BINARIES = (".so", ".dylib", ".dll", ".pyd", ".a", ".lib", ".o")
 HEADER = Path(__file__).parents[1] / "src" / FOLDER / "abi.h"
 
@@ -32,10 +34,9 @@ def problems(wheel: Path, platform: Platform) -> list[str]:
         names = packed.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
         found += _tag_problems(packed.read(about).decode(), platform)
-        expected = [f"{FOLDER}/{platform.library}"]
+        suffix = ".dll" if platform.system == "win32" else ".so"
+        expected = [GGML + suffix, f"{FOLDER}/{platform.library}"]
         binaries = [name for name in names if name.endswith(BINARIES)]
-        if platform.system != "win32":
-            expected.insert(0, GGML)
         if sorted(binaries) != expected:
             return [*found, f"It holds the binaries {binaries}, not {expected}."]
         with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def library_problems(path: Path, platform: Platform) -> list[str]:
     offered = {function.name.removeprefix("_") for function in binary.exported_functions}
     if platform.system == "darwin":
         offered = {name for name in offered if not MACOS_EXPORTS.fullmatch(name)}
-    names = GGML_EXPORTS if path.name == Path(GGML).name else interface()
+    names = GGML_EXPORTS if path.stem == Path(GGML).name else interface()
     if offered != names:
         found.append(f"It exports other functions than it should: {sorted(offered ^ names)}.")
     wanted = {function.name for function in binary.imported_functions}

@@ -2,9 +2,8 @@
 
     python tests/kernels/ggml_operations.py LIBRARY GGML [LIBGGML_CPU]
 
-GGML is a library with the functions of ggml that LIBRARY looks up, in which a graph is its only
-operation (test_ggml_backend.py makes one). Given ggml's own CPU library, the program compares
-errors with those of ggml's operations: they may be 5 percent more, or the rounding of fp32.
+GGML is fake_ggml.cpp, compiled. Given ggml's own CPU library, the program compares errors with
+those of ggml's operations: they may be 5 percent more, or the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class Tensor(ctypes.Structure):
     """ggml's tensor."""
 
 
-NUMBER, POINTER = ctypes.c_int32, ctypes.c_void_p
+NUMBER, POINTER, BOOL = ctypes.c_int32, ctypes.c_void_p, ctypes.c_bool
 Tensor._fields_ = [
     ("type", NUMBER), ("buffer", POINTER), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
     ("op", NUMBER), ("params", ctypes.c_float * 16), ("flags", NUMBER),
@@ -173,40 +173,8 @@ class Operation:
         return op, out
 
 
-class Library:
-    """The backend, as ggml calls it."""
-
-    def __init__(self, path: str, ggml: str) -> None:
-        library, load = ctypes.CDLL(path), ctypes.CDLL(ggml).load
-        load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        found = load(library.ggml_backend_init)
-        assert found, "refused"
-        self.device = self.call(found, 3, ctypes.c_void_p, found, ctypes.c_size_t(0))
-        self.backend = self.call(self.device, 5, ctypes.c_void_p, self.device, None)
-        self.set = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(
-            self.call(found, 4, ctypes.c_void_p, found, b"ggml_backend_set_n_threads")
-        )
-
-    @staticmethod
-    def call(owner: int, place: int, result: type, *arguments: object) -> object:
-        """Call the function in a place of a structure."""
-        function = ctypes.cast(owner, ctypes.POINTER(ctypes.c_void_p))[place]
-        as_pointer = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments]
-        return ctypes.CFUNCTYPE(result)(function)(*as_pointer)
-
-    def __call__(self, operation: Operation) -> np.ndarray:
-        """Compute an operation."""
-        op, out = operation.node()
-        assert self.call(self.device, 9, ctypes.c_bool, self.device, ctypes.byref(op)), (
-            operation.case
-        )
-        self.set(self.backend, operation.case.threads)
-        assert self.call(self.backend, 13, ctypes.c_int, self.backend, ctypes.byref(op)) == 0
-        return out
-
-
-class Processor:
-    """The same operations by ggml's CPU backend."""
+class Ggml:
+    """A ggml, and graphs of single operations."""
 
     class Params(ctypes.Structure):
         """What memory a graph has."""
@@ -215,16 +183,59 @@ class Processor:
 
     def __init__(self, path: str) -> None:
         self.lib = ctypes.CDLL(path)
-        self.lib.ggml_init.restype = self.lib.ggml_new_graph.restype = POINTER
+
+    def call(self, name: str, *arguments: object, result: type | None = POINTER) -> object:
+        """Call a function of ggml."""
+        function = getattr(self.lib, f"ggml_{name}")
+        function.restype = result
+        return function(*(POINTER(a) if isinstance(a, int) else a for a in arguments))
+
+    def compute(self, op: Tensor, by: Callable[[int, int], int]) -> None:
+        """Compute a graph of an operation by a function of its context and it."""
+        context = self.call("init", self.Params(1 << 26, None, False))
+        graph = self.call("new_graph", context)
+        self.call("build_forward_expand", graph, ctypes.byref(op), result=None)
+        assert by(context, graph) == 0
+        self.call("free", context, result=None)
+
+
+class Library(Ggml):
+    """The backend, as ggml calls it."""
+
+    def __init__(self, path: str, ggml: str) -> None:
+        super().__init__(ggml)
+        found = self.call("backend_load", path.encode())
+        assert found, "refused"
+        self.device = self.call("backend_reg_dev_get", found, ctypes.c_size_t(0))
+        self.backend = self.call("backend_dev_init", self.device, None)
+        self.set = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(
+            self.call("backend_reg_get_proc_address", found, b"ggml_backend_set_n_threads")
+        )
+
+    def takes(self, op: Tensor) -> bool:
+        """Return whether the backend computes an operation."""
+        return self.call("backend_dev_supports_op", self.device, ctypes.byref(op), result=BOOL)
 
     def __call__(self, operation: Operation) -> np.ndarray:
         """Compute an operation."""
         op, out = operation.node()
-        context = POINTER(self.lib.ggml_init(self.Params(1 << 26, None, False)))
-        graph = POINTER(self.lib.ggml_new_graph(context))
-        self.lib.ggml_build_forward_expand(graph, ctypes.byref(op))
-        assert self.lib.ggml_graph_compute_with_ctx(context, graph, 1) == 0
-        self.lib.ggml_free(context)
+        assert self.takes(op), operation.case
+        self.set(self.backend, operation.case.threads)
+        by = lambda _, g: self.call(  # noqa: E731
+            "backend_graph_compute_async", self.backend, g, result=NUMBER
+        )
+        self.compute(op, by)
+        return out
+
+
+class Processor(Ggml):
+    """The same operations by ggml's CPU backend."""
+
+    def __call__(self, operation: Operation) -> np.ndarray:
+        """Compute an operation."""
+        op, out = operation.node()
+        one = ctypes.c_int(1)
+        self.compute(op, lambda c, g: self.call("graph_compute_with_ctx", c, g, one, result=NUMBER))
         return out
 
 

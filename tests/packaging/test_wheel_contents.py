@@ -30,7 +30,8 @@ def make_wheel(folder, platform, files, about):
 def test_a_wheel_without_its_library(tmp_path, platform):
     wheel = make_wheel(tmp_path, platform, ["kvpact/__init__.py"], about(platform.full_tag))
     (problem,) = problems(wheel, platform)
-    expected = [GGML] * (platform.system != "win32") + [f"{FOLDER}/{platform.library}"]
+    suffix = ".dll" if platform.system == "win32" else ".so"
+    expected = [GGML + suffix, f"{FOLDER}/{platform.library}"]
     assert problem == f"It holds the binaries [], not {expected}."
 
 

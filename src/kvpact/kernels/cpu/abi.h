@@ -4,7 +4,9 @@
 
 #define KVP_ABI 10
 
-#if defined(_WIN32)
+#if defined(KVP_GGML)
+#define KVP_EXPORT // that library exports functions of its own
+#elif defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
 #else
 #define KVP_EXPORT __attribute__((visibility("default")))

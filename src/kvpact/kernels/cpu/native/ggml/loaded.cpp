@@ -1,79 +1,69 @@
 #include "ggml/loaded.h"
 
-#include <dlfcn.h>
 #include <string.h>
 #include <string>
 #include <vector>
+#if defined(_WIN32)
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
+#include <dlfcn.h>
 #if !defined(__APPLE__)
 #include <link.h>
 #endif
+#endif
 
 #include "abi.h"
-#include "pool.h"
 
-namespace {
-
-const void *loader = nullptr; // an address in the ggml that loads us
-
-// Where ggml's functions are looked for: in the library that calls us, then in those of ggml's name, which Python loads
-// for itself, so that they are no part of the program's scope; and in those that these are linked with.
-class Libraries {
-    std::vector<void *> all;
-
-  public:
-    explicit Libraries(const void *caller) {
-        std::vector<std::string> files;
-        Dl_info info;
-        if (dladdr(caller, &info) && info.dli_fname) files.push_back(info.dli_fname);
-#if !defined(__APPLE__)
-        // Opened afterwards: the loader may be locked by then in the other order, by a thread that opens another one.
-        dl_iterate_phdr(
-            [](dl_phdr_info *one, size_t, void *data) -> int {
-                const char *file = one->dlpi_name ? strrchr(one->dlpi_name, '/') : nullptr;
-                if (file && strncmp(file, "/libggml", 8) == 0) ((std::vector<std::string> *)data)->push_back(one->dlpi_name);
-                return 0;
-            },
-            &files);
-#endif
-        for (size_t i = 0; i < files.size(); i++) {
-            void *library = dlopen(files[i].c_str(), RTLD_NOW | RTLD_NOLOAD);
-            if (!library && i == 0) library = dlopen(nullptr, RTLD_NOW); // the program itself
-            if (library) all.push_back(library);
-        }
-    }
-    Libraries(const Libraries &) = delete;
-    ~Libraries() {
-        for (void *library : all) dlclose(library);
-    }
-    void *find(const char *name) const {
-        for (void *library : all)
-            if (void *found = dlsym(library, name)) return found;
-        return nullptr;
-    }
-    template <class F> void find(F &function, const char *name) const { function = (F)find(name); }
-};
-
-} // namespace
-
-Ggml::Ggml(const void *caller) {
-    const Libraries libraries(caller);
-    libraries.find(version, "ggml_version");
-    libraries.find(cpu_buffer_type, "ggml_backend_cpu_buffer_type");
-    libraries.find(nodes, "ggml_graph_n_nodes");
-    libraries.find(node, "ggml_graph_node");
+#if defined(_WIN32)
+void *library_with(const char *function, const void *caller) {
+    HMODULE module = nullptr;
+    constexpr DWORD HOW = GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_UNCHANGED_REFCOUNT;
+    GetModuleHandleExA(HOW, (LPCSTR)caller, &module);
+    return module && function_of((void *)module, function) ? (void *)module : nullptr;
 }
+// A DLL shows its own functions alone: those of the registry are in ggml.dll, all others in ggml-base.dll.
+void *function_of(void *library, const char *name) {
+    const HMODULE base = GetModuleHandleA("ggml-base.dll");
+    void *found = (void *)GetProcAddress((HMODULE)library, name);
+    return found || !base ? found : (void *)GetProcAddress(base, name);
+}
+#else
+void *library_with(const char *function, const void *caller) {
+    std::vector<std::string> files;
+    Dl_info info;
+    if (dladdr(caller, &info) && info.dli_fname) files.push_back(info.dli_fname);
+#if !defined(__APPLE__)
+    // Opened afterwards: the loader may be locked by then in the other order, by a thread that opens another one.
+    dl_iterate_phdr(
+        [](dl_phdr_info *one, size_t, void *data) -> int {
+            const char *file = one->dlpi_name ? strrchr(one->dlpi_name, '/') : nullptr;
+            if (file && strncmp(file, "/libggml", 8) == 0) ((std::vector<std::string> *)data)->push_back(one->dlpi_name);
+            return 0;
+        },
+        &files);
+#endif
+    for (size_t i = 0; i < files.size(); i++) {
+        void *library = dlopen(files[i].c_str(), RTLD_NOW | RTLD_NOLOAD);
+        if (!library && i == 0) library = dlopen(nullptr, RTLD_NOW); // the program itself
+        if (library && dlsym(library, function)) return library;
+        if (library) dlclose(library);
+    }
+    return nullptr;
+}
+void *function_of(void *library, const char *name) { return dlsym(library, name); }
+#endif
 
-const Ggml &ggml(const void *caller) {
-    static const Ggml found = [&] {
-        loader = caller;
-        return Ggml(caller);
-    }();
-    return found;
+static const void *threads_of = nullptr;
+void use_threads_of(const void *ggml) {
+    if (!threads_of) threads_of = ggml;
 }
 
 bool on_threads(int64_t threads, int64_t count, kvp_work work, void *context) {
-    // Not sooner: the library that brings it may be loaded after this one.
-    static const int found = kvp_openmp(Libraries(loader).find("GOMP_parallel"), nullptr, nullptr, nullptr);
-    (void)found;
+    if (threads > 1) { // not sooner: the library that brings OpenMP may be loaded after this one
+        static void *const library = library_with("GOMP_parallel", threads_of);
+        static const int found = library ? kvp_openmp(function_of(library, "GOMP_parallel"), nullptr, nullptr, nullptr) : 0;
+        (void)found;
+    }
     return kvp_parallel(threads, count, work, context);
 }

@@ -1,6 +1,7 @@
 #include "ggml/operation.h"
 
 #include <initializer_list>
+#include <new>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,12 +19,15 @@ namespace kvp_avx512 { GgmlKernels ggml_kernels(); }
 namespace kvp_neon { GgmlKernels ggml_kernels(); }
 #endif
 
+using ggml_abi::Attention;
+
 namespace {
 
 constexpr int64_t FEW_ROWS = 32;         // of a KV head: parts of tokens, not of rows, are shared out
 constexpr int64_t LEAST_TOKENS = 512;    // fewer are not worth the change of backends
 constexpr int64_t LEAST_PART = 256;      // tokens
 constexpr int64_t LEAST_WORK = 1 << 17;  // products that are worth more than one thread
+constexpr std::align_val_t ALIGNMENT{64};
 
 bool asked(const char *name) {
     const char *value = getenv(name);
@@ -34,15 +38,14 @@ int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t parts_of(int64_t all, int64_t size) { return (all + size - 1) / size; }
 
-Job read(ggml_abi::Tensor &op) {
+Job job_of(const Attention &op) {
     Job job;
-    job.q = op.src[0], job.k = op.src[1], job.v = op.src[2], job.mask = op.src[3], job.sinks = op.src[4], job.out = &op;
+    job.q = &op.q, job.k = &op.k, job.v = &op.v, job.out = &op.out;
+    job.mask = op.has_mask ? &op.mask : nullptr, job.sinks = op.has_sinks ? &op.sinks : nullptr;
     job.k_dim = job.k->ne[0], job.v_dim = job.v->ne[0], job.queries = job.q->ne[1], job.heads = job.k->ne[2];
     job.groups = job.q->ne[2] / job.heads, job.tokens = job.k->ne[1], job.streams = job.q->ne[3];
     job.shared = job.q->ne[3] / job.k->ne[3];
-    memcpy(&job.scale, op.params, 4);
-    memcpy(&job.bias, op.params + 1, 4);
-    memcpy(&job.softcap, op.params + 2, 4);
+    job.scale = op.scale, job.bias = op.bias, job.softcap = op.softcap;
     if (job.softcap != 0) job.scale /= job.softcap;
     job.sloped = 1;
     while (job.sloped * 2 <= job.q->ne[2]) job.sloped *= 2;
@@ -138,9 +141,9 @@ const GgmlKernels *kernels() {
     return use;
 }
 
-bool covers(const ggml_abi::Tensor &op) {
-    const ggml_abi::Tensor *q = op.src[0], *k = op.src[1], *v = op.src[2], *mask = op.src[3], *sinks = op.src[4];
-    if (!q || !k || !v || q->type != ggml_abi::F32 || op.type != ggml_abi::F32) return false;
+bool covers(const Attention &op) {
+    const ggml_abi::Tensor *q = &op.q, *k = &op.k, *v = &op.v, &mask = op.mask;
+    if (q->type != ggml_abi::F32 || op.out.type != ggml_abi::F32) return false;
     for (const ggml_abi::Tensor *x : {k, v}) {
         const size_t size = block_size(x->type);
         if (!size || x->ne[0] < 8 || x->ne[0] > MOST_WIDTH || x->ne[0] % (is_number(x->type) ? 8 : BLOCK)) return false;
@@ -148,32 +151,32 @@ bool covers(const ggml_abi::Tensor &op) {
         if (x->ne[1] != k->ne[1] || x->ne[2] != k->ne[2] || x->ne[3] != k->ne[3]) return false;
         if (x->ne[1] < 1 || x->ne[2] < 1 || x->ne[3] < 1) return false;
     }
-    if (q->nb[0] != 4 || op.nb[0] != 4 || q->ne[0] != k->ne[0] || op.ne[0] != v->ne[0]) return false;
+    if (q->nb[0] != 4 || op.out.nb[0] != 4 || q->ne[0] != k->ne[0] || op.out.ne[0] != v->ne[0]) return false;
     if (q->ne[2] % k->ne[2] || q->ne[3] % k->ne[3]) return false;
-    if (op.ne[1] != q->ne[2] || op.ne[2] != q->ne[1] || op.ne[3] != q->ne[3]) return false;
-    if (mask && (mask->type != ggml_abi::F16 || mask->nb[0] != 2 || mask->ne[0] < k->ne[1] || mask->ne[1] < q->ne[1])) return false;
-    return !sinks || sinks->type == ggml_abi::F32;
+    if (op.out.ne[1] != q->ne[2] || op.out.ne[2] != q->ne[1] || op.out.ne[3] != q->ne[3]) return false;
+    if (op.has_mask && (mask.type != ggml_abi::F16 || mask.nb[0] != 2 || mask.ne[0] < k->ne[1] || mask.ne[1] < q->ne[1])) return false;
+    return !op.has_sinks || op.sinks.type == ggml_abi::F32;
 }
 
-bool worthwhile(const ggml_abi::Tensor &op) {
+bool worthwhile(const Attention &op) {
     static const bool all = asked("KVPACT_GGML_ALL"), numbers = asked("KVPACT_GGML_F16");
     if (all) return true;
     // llama.cpp switches flash attention off by itself where it finds it on another device, unless V is quantised.
-    return op.src[1]->ne[1] >= LEAST_TOKENS && (numbers || !is_number(op.src[2]->type));
+    return op.k.ne[1] >= LEAST_TOKENS && (numbers || !is_number(op.v.type));
 }
 
-Parts::~Parts() { free(data); }
+Parts::~Parts() { operator delete(data, ALIGNMENT); }
 
 float *Parts::get(size_t count) {
     if (count <= size) return data;
-    free(data);
-    data = (float *)aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64);
+    operator delete(data, ALIGNMENT);
+    data = (float *)operator new(count * sizeof(float), ALIGNMENT, std::nothrow);
     size = data ? count : 0;
     return data;
 }
 
-bool attend(ggml_abi::Tensor &op, int threads, Parts &parts) {
-    const Job job = read(op);
+bool attend(const Attention &op, int threads, Parts &parts) {
+    const Job job = job_of(op);
     const GgmlKernels &use = *kernels();
     return job.queries * job.groups <= FEW_ROWS ? few(job, use, threads, parts) : many(job, use, threads);
 }
