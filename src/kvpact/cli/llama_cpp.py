@@ -106,12 +106,8 @@ def _check_places(tried: list[Tried], path: Path, as_json: bool) -> None:
     if as_json:
         print_document("llama-cpp check", library=str(path), ggmls=[x._asdict() for x in tried])
     for one in () if as_json else tried:
-        says = (
-            f"does not load kvpact: {one.refused}" if one.refused else f"loads kvpact: {one.found}"
-        )
-        say(f"{one.folder}\n  {says}")
-        if not one.refused:
-            say(f"  by {one.line}")
+        loads = f"loads kvpact: {one.found}\n  by {one.line}"
+        say(f"{one.folder}\n  " + (f"no kvpact: {one.refused}" if one.refused else loads))
         if one.gpu:
             say(f"  layers on the GPU ({', '.join(one.gpu)}) keep their caches and attention there")
     if all(one.refused for one in tried):

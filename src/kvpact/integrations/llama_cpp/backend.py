@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpact.errors import BackendUnavailable
 
@@ -64,31 +64,17 @@ def environment(*, every_program: bool = True) -> dict[str, str]:
     return {"GGML_BACKEND_PATH": str(library())} | (PARSED if every_program else {})
 
 
-class Enabled:
-    """kvpact inside the ggmls of this process, which have loaded it.
+class Enabled(NamedTuple):
+    """kvpact inside the ggmls of this process."""
 
-    Attributes
-    ----------
-    libraries : tuple of Path
-        The libraries that hold these ggmls.
-    """
-
-    def __init__(self, libraries: Iterable[Path], plugin: Any) -> None:
-        self.libraries = tuple(libraries)
-        self._plugin = plugin
+    libraries: tuple[Path, ...]  # that hold these ggmls
+    found: str  # version and interface of the one that was loaded into last, error of a trial
+    plugin: Any
 
     @property
     def attentions(self) -> int:
         """How many attentions kvpact has computed; 0 after a generation: loaded, and not used."""
-        return int(self._plugin.kvpact_ggml_computed())
-
-    @property
-    def found(self) -> str:
-        """The version of ggml that was loaded into last, its interface and the error of a trial."""
-        return str(self._plugin.kvpact_ggml_found().decode())
-
-    def __repr__(self) -> str:
-        return f"kvpact inside {self.found}: {self.attentions:,} attentions"
+        return int(self.plugin.kvpact_ggml_computed())
 
 
 def enable() -> Enabled:
@@ -126,7 +112,7 @@ def enable() -> Enabled:
         if not ggml.ggml_backend_dev_by_name(DEVICE.encode()):
             reason = (plugin.kvpact_ggml_refused() or b"its log says why").decode()
             raise BackendUnavailable(f"kvpact can't be loaded into {file}: {reason}")
-    return Enabled(ggmls, plugin)
+    return Enabled(tuple(ggmls), plugin.kvpact_ggml_found().decode(), plugin)
 
 
 def _plugin(path: Path) -> Any:

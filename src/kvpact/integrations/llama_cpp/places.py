@@ -50,18 +50,10 @@ class Tried(NamedTuple):
 
 
 def tried(where: str) -> list[Tried]:
-    """Load kvpact into each ggml of a place.
+    """Load kvpact into each ggml of a place; `BackendUnavailable` where there is none.
 
-    Parameters
-    ----------
-    where : str
-        A folder of libraries, a program beside them, a folder with ``node_modules``, or a Python
-        module's name, which is not imported.
-
-    Raises
-    ------
-    BackendUnavailable
-        No ggml is there that shows its functions.
+    `where` is a folder of libraries, a program beside them, a folder with ``node_modules``, or a
+    Python module's name, which is not imported.
     """
     found: dict[Path, list[Path]] = {}
     for path in sorted({file.resolve() for root in roots(where) for file in _files(root)}):
@@ -100,11 +92,10 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _exports(path: Path) -> bool:
     """Tell whether a library names the function that loads a backend."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return False
-        with mmap(file.fileno(), 0, access=ACCESS_READ) as text:
-            return text.find(EXPORTED) >= 0
+    if not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+        return text.find(EXPORTED) >= 0
 
 
 def _tried(folder: Path, files: list[Path]) -> Tried:
@@ -124,6 +115,7 @@ def _line(folder: Path) -> str:
     """Return the line that loads kvpact there."""
     if "node_modules" in folder.parts:
         return f"process.env.GGML_BACKEND_PATH = {json.dumps(str(library()))} // before getLlama()"
-    if (folder / "__init__.py").is_file() or (folder.parent / "__init__.py").is_file():
+    packages = (x / "__init__.py" for x in (folder, folder.parent))
+    if folder.suffix == ".libs" or any(map(Path.is_file, packages)):
         return "kvpact.integrations.llama_cpp.enable()  # after its import, before a model"
     return "export " + " ".join(f"{name}={quote(x)}" for name, x in environment().items())

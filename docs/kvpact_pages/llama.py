@@ -1,0 +1,54 @@
+"""What ``llama-cpp.md`` takes from committed measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpact_pages.results import NARROW, kl, load, table
+
+FILE = "llama/builds.json"
+
+
+def builds() -> str:
+    """Return the table of builds, and on what they were measured."""
+    found, cells = load(FILE), []
+    for x in found["rows"]:
+        if x["refused"]:
+            cells.append([x["build"], "", "", f"no: {x['refused']}", "", "", "", "", ""])
+            continue
+        cells.append(
+            [
+                x["build"], x["ggml"], str(x["interface"]), "yes", f"{x['tokens']:,}",
+                _times(x, "prompt"), _times(x, "step"), f"{x['attentions']:,}", kl(x["kl"]),
+            ]
+        )  # fmt: skip
+    columns = ("build", "ggml", "interface", "loads", "after", "ms a token of the prompt",
+               "ms a step", "attentions", "KL")  # fmt: skip
+    about = found["about"]
+    machine = (
+        f"{about['model']}, cache of {about['cache']}, {about['threads']} thread; "
+        f"{about['processor']}, {about['cores']} cores, which other programs used as well: the two "
+        "times of a row were taken in turns, and can be compared; rows can not."
+    )
+    return f"{table(columns, cells, left=4)}\n\n{machine}"
+
+
+def _times(row: dict[str, Any], name: str) -> str:
+    """Return a time without kvpact, with it, and the second over the first."""
+    own, ours = row[name], row[f"kvpact_{name}"]
+    return f"{own:.1f} → {ours:.1f}{NARROW}({ours / own:.2f})"
+
+
+def versions() -> str:
+    """Return the sentence on the versions of ggml that were tried."""
+    rows = [x for x in load(FILE)["rows"] if not x["refused"]]
+    keys = {tuple(map(int, x["ggml"].split("."))): x["ggml"] for x in rows}
+    numbers = [keys[key] for key in sorted(keys)]
+    interfaces = sorted({x["interface"] for x in rows})
+    return (
+        f"Tried with models: ggml {', '.join(numbers[:-1])} and {numbers[-1]}, of the interfaces "
+        f"{' and '.join(map(str, interfaces))}. Others are tried when they are loaded."
+    )
+
+
+BLOCKS = {"llama-builds": builds, "llama-versions": versions}
