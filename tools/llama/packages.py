@@ -5,8 +5,9 @@
 Packages are installed into FOLDER, where no compiler is needed. Each of their ggmls is tried; then
 SmolLM2 reads 2,048 tokens and steps through 32 more with kvpact and without it, in turns, over a
 cache of q8_0, on one thread: what is told is its time on the processor, of the quickest round. At
-16 further places the next token's probabilities are compared. ``--write`` puts the rows into the results from which docs/llama-cpp.md
-has its table. What a machine has no Node.js or no C library for is named, and left out.
+16 further places the next token's probabilities are compared. ``--write`` puts the rows into the
+results from which docs/llama-cpp.md has its table. What a machine has no Node.js or no C library
+for is named, and left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``kvpact llama-cpp``: attention of llama.cpp's programs by a backend that is loaded into them."""
+"""``kvpact llama-cpp``: attention of llama.cpp by a backend that is loaded into it."""
 
 from __future__ import annotations
 
