@@ -21,7 +21,8 @@ from kvpact.integrations.models import GEMMA3, SMOLLM2, _joined
 
 pytestmark = [pytest.mark.llama, pytest.mark.timeout(4 * 3600)]
 
-BUILDS = Path(__file__).parents[3] / "build" / "llama"
+ROOT = Path(__file__).parents[3]
+BUILDS = ROOT / "build" / "llama"
 FOUND = {"/".join(path.parts[-3:-1]): path for path in sorted(BUILDS.glob("*/*/bin/llama-bench"))}
 MODELS = [
     pytest.param(x, marks=pytest.mark.skipif(find_spec(x.parts[0][0]) is None, reason=x.install))
