@@ -2,8 +2,8 @@
 
     python measure.py BINDING MODEL TEXT PROMPT STEPS PLACES OUT [--kvpact]
 
-BINDING is ``xllamacpp`` or ``llama_cpp_py_sync``. Each token is given, not generated, so that both
-sides compute the same.
+BINDING is ``xllamacpp``, ``llama_cpp`` or ``llama_cpp_py_sync``. Each token is given, not
+generated, so that both sides compute the same.
 """
 
 from __future__ import annotations
@@ -48,6 +48,22 @@ def xllamacpp(package: Any, model: str, text: str, room: int) -> Step:
             return []
         (told,) = found["choices"][0]["logprobs"]["content"]
         return [exp(x["logprob"]) for x in sorted(told["top_logprobs"], key=lambda x: x["id"])]
+
+    return step
+
+
+def llama_cpp(package: Any, model: str, text: str, room: int) -> Step:
+    """Return a step by llama-cpp-python."""
+    llama = package.Llama(
+        model, n_ctx=room, n_batch=512, n_ubatch=512, n_threads=1, n_threads_batch=1,
+        flash_attn=True, type_k=8, type_v=8, verbose=False,
+    )  # fmt: skip
+    tokens = llama.tokenize(text.encode())
+
+    def step(begin: int, end: int, likely: bool) -> list[float]:
+        llama.eval(tokens[begin:end])
+        logits = package.llama_get_logits_ith(llama.ctx, -1)
+        return [exp(x) for x in logits[: llama.n_vocab()]] if likely else []
 
     return step
 

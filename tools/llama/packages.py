@@ -38,6 +38,8 @@ VERSIONS = {
     "llama-cpp-py-sync": ("0.8606", "0.9554", "0.10603", "0.11413", "0.11739", ""),
 }
 """What is tried of each package; "" is the newest."""
+BUILT = "llama-cpp-python"
+"""What builds.py has built beside FOLDER, if it has."""
 STEPS, PLACES = 32, 16
 FOUND = re.compile(r"ggml ([\d.]+), interface (\d+), trial NMSE (\S+)")
 
@@ -55,6 +57,9 @@ class Package(NamedTuple):
 
     def install(self, folder: Path) -> Path:
         """Return the folder that it is installed in, alone but for what it needs of npm."""
+        if self.name == BUILT:
+            (place,) = folder.parent.glob(f"{self.version}/venv/lib/*/site-packages/llama_cpp")
+            return place
         place = folder / f"{self.name}-{self.version}"
         if place.is_dir():
             return place
@@ -82,8 +87,11 @@ class Package(NamedTuple):
             counted = re.search(r"^kvpact: computed (\d+)", told, re.M)
             return json.loads(out.read_text()) | {"attentions": int(counted[1]) if counted else 0}
         more = ["--kvpact"] if ours else []
-        binding = self.name.replace("-", "_")
-        output(sys.executable, here / "measure.py", binding, *words, *more, PYTHONPATH=str(place))
+        words, variables = [*words, *more], {"PYTHONPATH": str(place)}
+        python, binding = sys.executable, self.name.replace("-", "_")
+        if self.name == BUILT:
+            python, binding, variables = str(place.parents[3] / "bin" / "python"), "llama_cpp", {}
+        output(python, here / "measure.py", binding, *words, **variables)
         return dict(json.loads(out.read_text()))
 
 
@@ -99,8 +107,10 @@ def output(*words: object, **variables: str) -> str:
     return done.stdout
 
 
-def wanted(name: str) -> list[Package]:
+def wanted(name: str, folder: Path) -> list[Package]:
     """Return the versions of a package, the newest by its number."""
+    if name == BUILT:
+        return [Package(name, x.parent.name) for x in sorted(folder.parent.glob("*/venv"))]
     numbers = []
     for version in VERSIONS[name]:
         if not version and name.startswith("node"):
@@ -162,11 +172,11 @@ def main() -> None:
     folder = options.folder.absolute()
     before = json.loads(RESULTS.read_text("utf-8"))["rows"] if RESULTS.is_file() else []
     rows = {(x["build"], x["tokens"]): x for x in before}
-    for name in VERSIONS:
+    for name in (*VERSIONS, BUILT):
         if name.startswith("node") and shutil.which("npm") is None:
             print(f"left out: {name}, since there is no npm")
             continue
-        for package in wanted(name):
+        for package in wanted(name, folder):
             if not any(word in f"{package.name} {package.version}" for word in options.only):
                 continue
             found = row(package, folder, options.tokens, options.rounds)
