@@ -12,7 +12,7 @@ FILE = "llama/builds.json"
 def builds() -> str:
     """Return the table of builds, and on what they were measured."""
     found, cells = load(FILE), []
-    for x in found["rows"]:
+    for x in sorted(found["rows"], key=_order):
         if x["refused"]:
             cells.append([x["build"], "", "", f"no: {x['refused']}", "", "", "", "", ""])
             continue
@@ -27,10 +27,19 @@ def builds() -> str:
     about = found["about"]
     machine = (
         f"{about['model']}, cache of {about['cache']}, {about['threads']} thread; "
-        f"{about['processor']}, {about['cores']} cores, which other programs used as well: the two "
-        "times of a row were taken in turns, and can be compared; rows can not."
+        f"{about['processor']}, {about['cores']} cores. Milliseconds are of the processor, since other "
+        "programs ran as well; the two of a row were taken in turns, without kvpact and with it."
     )
     return f"{table(columns, cells, left=4)}\n\n{machine}"
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what rows are ordered by: package, version of ggml, tokens."""
+    return row["build"].split()[0], _number(row.get("ggml", "0")), row["tokens"]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _times(row: dict[str, Any], name: str) -> str:
@@ -42,8 +51,7 @@ def _times(row: dict[str, Any], name: str) -> str:
 def versions() -> str:
     """Return the sentence on the versions of ggml that were tried."""
     rows = [x for x in load(FILE)["rows"] if not x["refused"]]
-    keys = {tuple(map(int, x["ggml"].split("."))): x["ggml"] for x in rows}
-    numbers = [keys[key] for key in sorted(keys)]
+    numbers = sorted({x["ggml"] for x in rows}, key=_number)
     interfaces = sorted({x["interface"] for x in rows})
     return (
         f"Tried with models: ggml {', '.join(numbers[:-1])} and {numbers[-1]}, of the interfaces "
