@@ -27,8 +27,8 @@ def builds() -> str:
     about = found["about"]
     machine = (
         f"{about['model']}, cache of {about['cache']}, {about['threads']} thread; "
-        f"{about['processor']}, {about['cores']} cores. Milliseconds are of the processor, since other "
-        "programs ran as well; the two of a row were taken in turns, without kvpact and with it."
+        f"{about['processor']}, {about['cores']} cores. Milliseconds are of the processor, since "
+        "other programs ran as well; the two of a row were taken in turns, first without kvpact."
     )
     return f"{table(columns, cells, left=4)}\n\n{machine}"
 

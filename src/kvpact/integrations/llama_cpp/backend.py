@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from kvpact.errors import BackendUnavailable
 
+NAME = "libggml-kvpact" + (".dll" if sys.platform == "win32" else ".so")
 DEVICE = "KVPACT"
 """The name of the device that the backend brings."""
 PARSED = {"LLAMA_ARG_OVERRIDE_TENSOR": "none=CPU"}
@@ -30,13 +31,13 @@ def library() -> Path:
     else:
         # An editable install has two folders: the sources, and what was built from them.
         package = sys.modules[__name__.rpartition(".")[0]]
-        found = [Path(folder) / "libggml-kvpact.so" for folder in package.__path__]
+        found = [Path(folder) / NAME for folder in package.__path__]
     for path in found:
         if path.is_file():
             return path
     raise BackendUnavailable(
-        f"there is no backend for ggml at {' or '.join(map(str, found))}: the wheels for Linux and "
-        "macOS hold one, and an installation from source compiles one where it finds CMake and a "
+        f"there is no backend for ggml at {' or '.join(map(str, found))}: the wheels hold "
+        "one, and an installation from source compiles one where it finds CMake and a "
         "C++ compiler"
     )
 
@@ -93,8 +94,10 @@ def enable() -> Enabled:
     Raises
     ------
     BackendUnavailable
-        No ggml is there, kvpact was installed without the backend, or a ggml refuses it.
+        No ggml is there, or one refuses it; kvpact was installed without the backend; Windows.
     """
+    if sys.platform == "win32":
+        raise BackendUnavailable("enable() is for Linux and macOS: set GGML_BACKEND_PATH instead")
     path = library()
     plugin, ggmls = _plugin(path), _ggmls()
     if not ggmls:
