@@ -59,4 +59,19 @@ def versions() -> str:
     )
 
 
-BLOCKS = {"llama-builds": builds, "llama-versions": versions}
+def gains() -> str:
+    """Return what share of llama.cpp's time is left, by the length of the context."""
+    rows = [x for x in load(FILE)["rows"] if not x["refused"]]
+    parts = []
+    for tokens in sorted({x["tokens"] for x in rows}):
+        same = [x for x in rows if x["tokens"] == tokens]
+        shares = (
+            sorted(f"{x[f'kvpact_{name}'] / x[name]:.2f}" for x in same)
+            for name in ("prompt", "step")
+        )
+        prompt, step = (" to ".join(dict.fromkeys((x[0], x[-1]))) for x in shares)
+        parts.append(f"with {tokens:,} tokens a prompt takes {prompt} and a step {step}")
+    return f"Of llama.cpp's time, {'; '.join(parts)} ([the table](#builds-that-people-have))."
+
+
+BLOCKS = {"llama-builds": builds, "llama-versions": versions, "llama-gains": gains}
