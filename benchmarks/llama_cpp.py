@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args()
-    bench = programs(options.build)["llama-bench"]
+    bench = programs(options.build).get("llama-bench")
+    if bench is None:
+        parser.error(f"{options.build} has no llama-bench")
     models = options.model or SMOLLM2.files()
     rows = [row for model in models for row in timed(bench, model, options)]
     found = about(build=str(options.build))

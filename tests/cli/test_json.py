@@ -92,8 +92,8 @@ DOCUMENTS = {
     "llama-cpp check": {
         "library": str, "programs": {"*": str}, "depth": int, "threads": int,
         "operations": ({"passed": int, "failed": int, "left": int}, NONE),
-        "times": [{"cache": str, "ms": float, "kvpact_ms": float, "splits": (int, NONE),
-                   "kvpact_splits": (int, NONE), "used": bool}],
+        "times": [{"cache": str, "ms": float, "kvpact_ms": float, "attentions": int,
+                   "used": bool}],
     },
     "snapshot save": {"file": str, "tokens": int, "bytes": int, "exact_bytes_fp16": int},
     "snapshot show": {"identity": dict, "layers": [ANY], "...": ANY},

@@ -73,9 +73,12 @@ COMMANDS = {
         ("kvpact llama-cpp", "kvpact llama-cpp check path/to/build"),
     ),
     "llama-cpp check": CommandEntry(
-        "Load kvpact into a build of llama.cpp: what loads it, whether it is right, what it saves.",
+        "Load kvpact into a llama.cpp: what loads it, whether it is right, what it saves.",
         "llama_cpp:check",
-        ("kvpact llama-cpp check llama.cpp/build --model model.gguf",),
+        (
+            "kvpact llama-cpp check llama.cpp/build --model model.gguf",
+            "kvpact llama-cpp check xllamacpp",
+        ),
     ),
     "calibrate": CommandEntry(
         "Calibrate methods to a model, for prefixes, pages and pca.",

@@ -1,4 +1,4 @@
-"""``kvpact llama-cpp``: attention of llama.cpp's programs by a backend that is loaded into them."""
+"""``kvpact llama-cpp``: attention of llama.cpp by a backend that is loaded into it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from kvpact.cli.console import (
     print_pairs,
     print_table,
     progress,
+    say,
 )
 from kvpact.cli.inputs import InputError
 
 if TYPE_CHECKING:
+    from kvpact.integrations.llama_cpp.places import Tried
     from kvpact.integrations.llama_cpp.programs import Ops
 
 QUICK = "hsk=(64|128|256),.*kv=1024,.*type_K=(q8_0|q4_0|q4_1|q5_0|q5_1|iq4_nl)"
@@ -43,16 +45,14 @@ def line(context: typer.Context, as_json: bool = options.JSON) -> None:
     note(
         "llama.cpp's programs that are started with these variables attend with kvpact where flash "
         "attention is on and the cache is quantised: add -fa on -ctk q8_0 -ctv q8_0. "
-        "`kvpact llama-cpp check BUILD` tells whether yours do."
+        "`kvpact llama-cpp check WHERE` tells whether yours do."
     )
 
 
 def check(
-    build: Path = typer.Argument(
+    where: str = typer.Argument(
         ...,
-        metavar="BUILD",
-        exists=True,
-        help="Folder of a build of llama.cpp, or one of its programs.",
+        help="Program or build of llama.cpp, a Python module's name, a folder with node_modules.",
     ),
     model: Path | None = options.optional(
         "GGUF file: times its tokens with and without kvpact.", exists=True, dir_okay=False
@@ -66,12 +66,15 @@ def check(
     limit: float = typer.Option(1800.0, min=1, help="Seconds that one run of a program may take."),
     as_json: bool = options.JSON,
 ) -> None:
-    """Load kvpact into a build of llama.cpp: what loads it, whether it is right, what it saves."""
-    from kvpact.integrations.llama_cpp import library, programs
+    """Load kvpact into a llama.cpp: what loads it, whether it is right, what it saves."""
+    from kvpact.integrations.llama_cpp import library, places, programs
 
-    found = programs.programs(build)
+    found = programs.programs(Path(where)) if Path(where).exists() else {}
     if model is not None and "llama-bench" not in found:
-        raise InputError(f"--model needs llama-bench, which is not in {build}")
+        raise InputError(f"--model needs llama-bench, which is not in {where}")
+    if not found:
+        _check_places(places.tried(where), library(), as_json)
+        return
     programs.check_loads(found)
     ways, ops = programs.readers(found), None
     if tests := found.get("test-backend-ops"):
@@ -96,6 +99,22 @@ def check(
         _show(library(), ways, ops, times, f"after {depth:,} tokens, threads: {threads}")
     if ops is not None and ops.failed:
         raise InputError(f"{ops.failed} operations differ from ggml's: don't use it, and report it")
+
+
+def _check_places(tried: list[Tried], path: Path, as_json: bool) -> None:
+    """Print what became of each ggml; `InputError` where all of them refuse."""
+    if as_json:
+        print_document("llama-cpp check", library=str(path), ggmls=[x._asdict() for x in tried])
+    for one in () if as_json else tried:
+        loads = f"loads kvpact: {one.found}\n  by {one.line}"
+        say(f"{one.folder}\n  " + (f"no kvpact: {one.refused}" if one.refused else loads))
+        if one.gpu:
+            say(f"  layers on the GPU ({', '.join(one.gpu)}) keep their caches and attention there")
+    if all(one.refused for one in tried):
+        raise InputError("; ".join(dict.fromkeys(one.refused for one in tried)))
+    if not as_json:
+        explain("It is used where flash attention is on and the cache is quantised (q8_0).")
+        explain("KVPACT_GGML_COUNT=1 and enable().attentions count: 0 is loaded and not used.")
 
 
 def _show(

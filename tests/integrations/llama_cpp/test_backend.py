@@ -1,11 +1,14 @@
-"""Where the backend is, what loads it, what `enable` refuses, beside a stand-in of its package."""
+"""Where the backend is, what loads it, and `enable` beside libraries that stand for a ggml."""
 
+import ctypes
+import shutil
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
 
 import pytest
+from fake_ggml import GGML, PLUGIN, compiled
 
-from kvpact.errors import BackendUnavailable, EnableError
+from kvpact.errors import BackendUnavailable
 from kvpact.integrations.llama_cpp import backend, enable, environment, library
 
 
@@ -18,28 +21,16 @@ def named(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def llama(named, monkeypatch):
-    """A llama-cpp-python whose registry takes what it is told to load."""
-    devices = []
+def loading(tmp_path, monkeypatch):
+    """Has a process load a ggml and, as kvpact's, a backend."""
 
-    def function(call):
-        return type("Function", (), {"__call__": call})()
+    def load(plugin=PLUGIN, *options):
+        path = compiled(tmp_path / "plugin.so", plugin, *options)
+        monkeypatch.setenv("KVPACT_GGML_LIBRARY", str(path))
+        file = compiled(tmp_path / "lib" / "libggml.so.0", GGML)
+        return file, ctypes.CDLL(str(file))
 
-    package, ggml = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_cpp")
-    package.Llama, package.loads = type("Llama", (), {}), True
-    ggml._lib = SimpleNamespace(
-        ggml_backend_dev_by_name=function(lambda _, name: int(name in devices)),
-        ggml_backend_load=function(lambda _, path: package.loads and devices.append(b"KVPACT")),
-        ggml_backend_reg_count=function(lambda _: len(devices)),
-        ggml_backend_load_all=function(lambda _: devices.append(b"CPU")),
-    )
-    package.devices = devices
-    monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", ggml)
-    monkeypatch.setattr(backend, "find_spec", lambda name: name == "llama_cpp")
-    monkeypatch.setattr(backend, "version", lambda name: "1.2.3")
-    monkeypatch.setattr(backend, "refusal", lambda path: "")
-    return package
+    return load
 
 
 def test_the_library_is_the_one_that_is_named_or_none(named, monkeypatch):
@@ -61,39 +52,41 @@ def test_it_is_looked_for_in_both_folders_of_an_editable_install(tmp_path, monke
     assert library() == path
 
 
-def test_enable_loads_once_behind_llama_cpps_own_backends(llama):
-    enable()
-    assert llama.devices == [b"CPU", b"KVPACT"]
-    llama.Llama._Llama__backend_initialized = True
-    enable()  # a model was made since: nothing is to be done
-    assert llama.devices == [b"CPU", b"KVPACT"]
+def test_enable_loads_once_behind_the_backends_of_any_ggml(loading):
+    file, ggml = loading(PLUGIN, "-DREFUSED=0")
+    # A library that is linked with it shows its functions, too, and is no ggml of its own; a copy,
+    # as wheels hold them in place of links, has a registry of its own.
+    linked = compiled(file.with_name("libllama.so"), "", "-Wl,--no-as-needed", file)
+    copy = Path(shutil.copy(file, file.with_name("libggml.so")))
+    _, other = ctypes.CDLL(str(linked)), ctypes.CDLL(str(copy))
+    for _ in range(2):
+        enabled = enable()
+        assert set(enabled.libraries) == {file, copy}
+        assert ggml.fake_loads() == other.fake_loads() == ggml.ggml_backend_reg_count() == 1
+    assert enabled.found == "ggml 9.9.9, interface 6"
+    assert enabled.attentions == 1 << 40  # more than an int holds
 
 
-def test_enable_is_refused_after_a_model(llama):
-    llama.Llama._Llama__backend_initialized = True
-    with pytest.raises(EnableError, match=r"before the first Llama\(\.\.\.\)"):
-        enable()
-    assert llama.devices == []
+def test_a_refusal_is_raised_with_the_backends_line(loading, monkeypatch):
+    file, ggml = loading(PLUGIN, "-DREFUSED=1")
+    monkeypatch.setattr(backend, "_libraries", lambda: [str(file)])
+    for times in (1, 2):
+        with pytest.raises(BackendUnavailable, match=rf"into {file}: ggml 9\.9\.9: odd$"):
+            enable()
+        assert ggml.fake_loads() == times
 
 
-def test_enable_is_refused_without_llama_cpp_python(named, monkeypatch):
-    monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailable, match="pip install llama-cpp-python"):
-        enable()
-
-
-def test_a_version_that_was_not_tried_is_refused_by_name(llama, monkeypatch):
-    monkeypatch.setattr(backend, "refusal", lambda path: "ggml 9.9.9 was not tried")
-    with pytest.raises(BackendUnavailable, match=r"llama-cpp-python 1\.2\.3: ggml 9\.9\.9 was"):
-        enable()
-    assert llama.devices == []
-
-
-def test_enable_does_not_believe_a_load_without_a_device(llama):
-    llama.loads = False
-    with pytest.raises(BackendUnavailable, match=r"1\.2\.3 did not load .*its log says why"):
+def test_enable_is_refused_before_an_import(loading, monkeypatch):
+    loading(PLUGIN, "-DREFUSED=0")
+    others = ["/nowhere/libggml.so", str(library())]
+    monkeypatch.setattr(backend, "_libraries", lambda: others)
+    with pytest.raises(BackendUnavailable, match="after the import of a binding"):
         enable()
 
 
-def test_what_is_no_backend_is_refused(named):
-    assert "libggml-kvpact.so" in backend.refusal(named)  # an empty file is no library
+@pytest.mark.parametrize("plugin", ["", None], ids=["no functions", "no library"])
+def test_what_is_no_backend_is_refused(loading, named, plugin, monkeypatch):
+    if plugin is not None:
+        loading(plugin)
+    with pytest.raises(BackendUnavailable, match=r"\.so is not kvpact's backend for ggml: "):
+        enable()

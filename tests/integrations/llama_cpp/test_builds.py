@@ -16,16 +16,13 @@ import pytest
 from llama_server import Server
 
 from kvpact.data import book_path
-from kvpact.errors import BackendUnavailable
 from kvpact.integrations.llama_cpp import environment, programs
 from kvpact.integrations.models import GEMMA3, SMOLLM2, _joined
 
 pytestmark = [pytest.mark.llama, pytest.mark.timeout(4 * 3600)]
 
 ROOT = Path(__file__).parents[3]
-NATIVE = ROOT / "src" / "kvpact" / "kernels" / "cpu" / "native"
 BUILDS = ROOT / "build" / "llama"
-TRIED = re.findall(r'"([\d.]+)"', (NATIVE / "ggml" / "ggml_abi.h").read_text())
 FOUND = {"/".join(path.parts[-3:-1]): path for path in sorted(BUILDS.glob("*/*/bin/llama-bench"))}
 MODELS = [
     pytest.param(x, marks=pytest.mark.skipif(find_spec(x.parts[0][0]) is None, reason=x.install))
@@ -33,43 +30,16 @@ MODELS = [
 ]
 
 
-def ggml(source):
-    """Return the version of the ggml in a source of llama.cpp."""
-    text = (source / "vendor" / "llama.cpp" / "ggml" / "CMakeLists.txt").read_text()
-    return ".".join(re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", text))
-
-
 @pytest.fixture(scope="module", params=FOUND or ["none"])
 def build(request):
-    """Programs of a build whose ggml was tried."""
+    """Programs of a build."""
     assert FOUND, "`make test-llama` builds llama.cpp"
-    folder = FOUND[request.param].parent
-    found, version = programs.programs(folder), ggml(folder.parents[1] / "source")
-    if version not in TRIED:
-        with pytest.raises(BackendUnavailable, match=f"ggml {version} was not tried"):
-            programs.check_loads(found)
-        pytest.skip(f"ggml {version} was refused by name")
-    return found
+    return programs.programs(FOUND[request.param].parent)
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
 def model(request, tmp_path_factory):
     return _joined(request.param, request.param.files(), tmp_path_factory.mktemp("model"))
-
-
-def test_declarations_are_those_of_ggmls_headers():
-    sources = [path for path in BUILDS.glob("*/source") if ggml(path) in TRIED]
-    assert sources
-    for source in sources:
-        own = source / "vendor" / "llama.cpp" / "ggml"
-        words = ["c++", "-std=c++17", "-fsyntax-only", f"-I{own / 'include'}", f"-I{own / 'src'}",
-                 f"-I{NATIVE}", ROOT / "tests" / "kernels" / "ggml_abi.cpp"]  # fmt: skip
-        subprocess.run(words, check=True)
-
-
-def test_an_older_ggml_is_refused_by_name():
-    why = programs._refusal(BUILDS / "refused" / "bin")
-    assert re.fullmatch(r"ggml 0\.20\.0 was not tried with this version of kvpact, only .*", why)
 
 
 def test_every_program_is_known_to_load_it(build):
@@ -163,18 +133,18 @@ def test_llama_cpp_python(tmp_path):
     python = next(BUILDS.glob("*/venv/bin/python"))
     code = """
 import sys
-import kvpact.integrations.llama_cpp
-kvpact.integrations.llama_cpp.enable()
-kvpact.integrations.llama_cpp.enable()
 from llama_cpp import Llama
+from kvpact.integrations.llama_cpp import enable
+assert enable().libraries == enable().libraries
 model = Llama(sys.argv[1], n_ctx=2048, n_threads=2, flash_attn=True, type_k=8, type_v=8)
-print(model(sys.argv[2], max_tokens=16, temperature=0)["choices"][0]["text"])
+found = model(sys.argv[2], max_tokens=16, temperature=0)["choices"][0]["text"]
+print(enable().attentions, found)
 """
     text = book_path().read_text("utf-8")[:4000]
     done = subprocess.run(
         [python, "-c", code, SMOLLM2.files()[0], text], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-500:]
-    assert max(map(int, re.findall(r"splits = (\d+)", done.stderr))) > 1
-    assert done.stdout.strip()
+    count, text = done.stdout.split(maxsplit=1)
+    assert int(count) > 100 and text.strip()
     print(done.stdout)

@@ -48,7 +48,7 @@ def test_a_build_is_checked(build, model, backend):
         "llama-perplexity": "?",
     }
     assert found["operations"] == {"passed": 2, "failed": 0, "left": 1}
-    row = {"ms": 10.0, "kvpact_ms": 4.0, "splits": 1, "kvpact_splits": 61, "used": True}
+    row = {"ms": 10.0, "kvpact_ms": 4.0, "attentions": 480, "used": True}
     assert found["times"] == [{"cache": kind, **row} for kind in kinds]
 
 
@@ -67,13 +67,14 @@ def test_a_program_stands_for_its_build(tmp_path):
 
 
 def test_what_can_not_be_checked_is_refused(build, model, backend, tmp_path, monkeypatch):
-    assert "has none of llama-bench" in bad("llama-cpp", "check", tmp_path)
+    assert "has neither programs of llama.cpp nor" in bad("llama-cpp", "check", tmp_path)
+    assert "neither a path nor a Python module" in bad("llama-cpp", "check", "no_such_llama")
     folder = write(tmp_path / "own", ["llama-server"])
     assert "--model needs llama-bench" in bad("llama-cpp", "check", folder, "--model", model)
     refused = backend.with_name("refused.so")
     refused.touch()
     monkeypatch.setenv("KVPACT_GGML_LIBRARY", str(refused))
-    assert "does not load" in bad("llama-cpp", "check", build)
+    assert "ggml 9 is refused: for a test" in bad("llama-cpp", "check", build)
     refused.unlink()
     assert "no backend for ggml" in bad("llama-cpp", "check", build)
 

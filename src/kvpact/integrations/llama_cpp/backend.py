@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpact.errors import BackendUnavailable, EnableError
+from kvpact.errors import BackendUnavailable
 
 NAME = "libggml-kvpact" + (".dll" if sys.platform == "win32" else ".so")
 DEVICE = "KVPACT"
@@ -67,54 +65,100 @@ def environment(*, every_program: bool = True) -> dict[str, str]:
     return {"GGML_BACKEND_PATH": str(library())} | (PARSED if every_program else {})
 
 
-def enable() -> None:
-    """Have llama-cpp-python attend with kvpact in this process; call it before the first model.
+class Enabled(NamedTuple):
+    """kvpact inside the ggmls of this process."""
 
-    Attention is kvpact's where a context has flash attention and its cache is in host memory:
-    ``Llama(..., flash_attn=True, type_k=8, type_v=8)`` for a cache of ``q8_0``. A second call does
-    nothing.
+    libraries: tuple[Path, ...]  # that hold these ggmls
+    found: str  # version and interface of the one that was loaded into last, error of a trial
+    plugin: Any
+
+    @property
+    def attentions(self) -> int:
+        """How many attentions kvpact has computed; 0 after a generation: loaded, and not used."""
+        return int(self.plugin.kvpact_ggml_computed())
+
+
+def enable() -> Enabled:
+    """Have a llama.cpp that was imported attend with kvpact in this process.
+
+    Call it after the import of a binding (llama-cpp-python, xllamacpp, llama-cpp-py-sync or any
+    other whose libraries show ggml's functions) and before its first model: a model that was made
+    before goes on without kvpact. Attention is kvpact's where a context has flash attention and a
+    quantised cache in host memory. A second call loads nothing.
+
+    Returns
+    -------
+    Enabled
+        Counts the attentions that kvpact has computed.
 
     Raises
     ------
     BackendUnavailable
-        llama-cpp-python is not installed, kvpact was installed without the backend, or the version
-        of ggml is not one that it was tried with.
-    EnableError
-        A model was made before, which would go on without kvpact.
+        No ggml is there, or one refuses it; kvpact was installed without the backend; Windows.
     """
-    if find_spec("llama_cpp") is None:
-        raise BackendUnavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
+    if sys.platform == "win32":
+        raise BackendUnavailable("enable() is for Linux and macOS: set GGML_BACKEND_PATH instead")
     path = library()
-    llama = import_module("llama_cpp").Llama
-    # By llama.cpp's own library, which looks up functions of its ggml: llama_cpp._ggml has another
-    # copy where wheels hold copies in place of links, with a registry of its own.
-    ggml = import_module("llama_cpp.llama_cpp")._lib
-    for name in ("ggml_backend_dev_by_name", "ggml_backend_load"):
-        getattr(ggml, name).restype = ctypes.c_void_p
-    if ggml.ggml_backend_dev_by_name(DEVICE.encode()):
-        return
-    if getattr(llama, "_Llama__backend_initialized", False):
-        raise EnableError(
-            "a model was made before enable(), and would go on without kvpact: call "
-            "kvpact.integrations.llama_cpp.enable() before the first Llama(...)"
+    plugin, ggmls = _plugin(path), _ggmls()
+    if not ggmls:
+        raise BackendUnavailable(
+            "no library of this process shows ggml's ggml_backend_load: call enable() after the "
+            "import of a binding of llama.cpp (llama_cpp, xllamacpp, …)"
         )
-    installed = f"llama-cpp-python {version('llama-cpp-python')}"
-    if reason := refusal(path):
-        raise BackendUnavailable(f"kvpact can't be loaded into {installed}: {reason}")
-    # llama.cpp loads its own backends only while there is none.
-    if not ggml.ggml_backend_reg_count():
-        ggml.ggml_backend_load_all()
-    ggml.ggml_backend_load(os.fsencode(path))
-    if not ggml.ggml_backend_dev_by_name(DEVICE.encode()):
-        raise BackendUnavailable(f"{installed} did not load {path}; its log says why")
+    for file, ggml in ggmls.items():
+        # Backends that are loaded are so before the first model, and only while there is none.
+        if not ggml.ggml_backend_reg_count():
+            ggml.ggml_backend_load_all_from_path(os.fsencode(file.parent))
+        if ggml.ggml_backend_dev_by_name(DEVICE.encode()):
+            continue
+        ggml.ggml_backend_load(os.fsencode(path))
+        if not ggml.ggml_backend_dev_by_name(DEVICE.encode()):
+            reason = (plugin.kvpact_ggml_refused() or b"its log says why").decode()
+            raise BackendUnavailable(f"kvpact can't be loaded into {file}: {reason}")
+    return Enabled(tuple(ggmls), plugin.kvpact_ggml_found().decode(), plugin)
 
 
-def refusal(path: Path) -> str:
-    """Return why a backend can't be loaded beside the ggml of this process, "" where it can."""
+def _plugin(path: Path) -> Any:
+    """Return the backend, whose functions tell what it found and what it computed."""
     try:
-        loaded: Any = ctypes.CDLL(str(path))
-        asked = loaded.kvpact_ggml_refused
+        plugin = ctypes.CDLL(str(path))
+        plugin.kvpact_ggml_computed.restype = ctypes.c_int64
+        plugin.kvpact_ggml_found.restype = plugin.kvpact_ggml_refused.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
-        return str(error)
-    asked.restype = ctypes.c_char_p
-    return (asked() or b"").decode()
+        raise BackendUnavailable(f"{path} is not kvpact's backend for ggml: {error}") from None
+    return plugin
+
+
+def _ggmls() -> dict[Path, Any]:
+    """Return the ggmls of this process by the libraries that hold them, each of them once."""
+    found: dict[Path, Any] = {}
+    for file in _libraries():
+        try:  # a library shows what those show that it is linked with, too
+            address = ctypes.cast(_opened(file).ggml_backend_load, ctypes.c_void_p)
+        except (OSError, AttributeError):
+            continue
+        info = (ctypes.c_char_p * 4)()  # a Dl_info, whose first pointer is the file's name
+        ctypes.CDLL(None).dladdr(address, info)
+        owner = os.fsdecode(info[0] or b"")
+        found[Path(owner)] = ggml = _opened(owner)
+        for name in ("ggml_backend_dev_by_name", "ggml_backend_load"):
+            getattr(ggml, name).restype = ctypes.c_void_p
+        ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+    return found
+
+
+def _opened(file: str) -> Any:
+    """Return a library that this process has loaded; `OSError` if it has not."""
+    return ctypes.CDLL(file, os.RTLD_NOLOAD)
+
+
+def _libraries() -> Iterable[str]:
+    """Return the paths of the libraries that this process has loaded."""
+    if sys.platform == "darwin":
+        dyld = ctypes.CDLL(None)
+        dyld._dyld_get_image_name.restype = ctypes.c_char_p
+        images = range(dyld._dyld_image_count())
+        return [os.fsdecode(dyld._dyld_get_image_name(i) or b"") for i in images]
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
+    mapped = dict.fromkeys(line[line.index("/") :] for line in lines if "/" in line)
+    return [path for path in mapped if ".so" in os.path.basename(path)]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +24,8 @@ F16 = {"KVPACT_GGML_F16": "1"}
 """Has the backend take caches of f16, too, which is for programs with ``-fa on`` alone."""
 ALL_CASES = {"KVPACT_GGML_ALL": "1", **F16}
 """Has it take whatever it can compute, not what it makes quicker alone."""
+COUNT = {"KVPACT_GGML_COUNT": "1"}
+"""Has it print the number of attentions that it computed when a program ends."""
 LINKER = {"LD_DEBUG": "files", "DYLD_PRINT_LIBRARIES": "1"}
 """Has the dynamic linkers of Linux and of macOS print the libraries that a program loads."""
 RESULT = re.compile(r"(OK|FAIL|not supported)\b")
@@ -48,26 +49,17 @@ class Timing(NamedTuple):
     """A measurement of ``llama-bench``, with the backend or without it."""
 
     ms: float  # per token
-    splits: int | None  # of the graph: each part goes to one backend
+    attentions: int  # that kvpact computed
     loaded: bool
 
 
 def programs(path: Path) -> dict[str, Path]:
-    """Return the programs of a build by name; `path` is one of them, or a folder of the build.
-
-    Raises
-    ------
-    BackendUnavailable
-        There are none.
-    """
+    """Return the programs of a build by name; `path` is one of them, or a folder of the build."""
     folder = path if path.is_dir() else path.parent
     for place in (folder, folder / "bin", folder / "build" / "bin"):
         if found := {name: place / name for name in PROGRAMS if (place / name).is_file()}:
             return found
-    raise BackendUnavailable(
-        f"{path} has none of {', '.join(PROGRAMS)}: name a program of llama.cpp or the folder of a "
-        "build; kvpact.integrations.llama_cpp.enable() is for llama-cpp-python"
-    )
+    return {}
 
 
 def run(
@@ -93,7 +85,7 @@ def _late(program: Path, limit: float) -> KVPactError:
 
 def clean(variables: dict[str, str]) -> dict[str, str]:
     """Return this process's environment without a backend, and with `variables`."""
-    ours = ("GGML_BACKEND_PATH", *environment(), *ALL_CASES)
+    ours = ("GGML_BACKEND_PATH", *environment(), *ALL_CASES, *COUNT)
     return {name: x for name, x in os.environ.items() if name not in ours} | variables
 
 
@@ -109,25 +101,10 @@ def check_loads(build: dict[str, Path]) -> None:
     done = run(program, ["--list-devices"], environment())
     if DEVICE in listed(done.stdout):
         return
-    told = [line for line in (done.stderr + done.stdout).splitlines() if "kvpact" in line]
-    reason = _refusal(program.parent) or "; ".join(told) or "it says nothing of it"
-    raise BackendUnavailable(f"{program} does not load {library()}: {reason}")
-
-
-def _refusal(folder: Path) -> str:
-    """Return why the backend refuses the libraries of a build, asked in a process of its own."""
-    places = (folder, folder.parent / "lib")
-    names = ("libggml-base", "libggml-cpu", "libggml")
-    kinds = ("so", "dylib")
-    every = (p / f"{n}.{kind}" for p in places for n in names for kind in kinds)
-    code = (
-        "import ctypes, sys; from pathlib import Path\n"
-        "from kvpact.integrations.llama_cpp.backend import refusal\n"
-        "for one in sys.argv[2:]: ctypes.CDLL(one, ctypes.RTLD_GLOBAL)\n"
-        "print(refusal(Path(sys.argv[1])))"
-    )
-    words = ("-c", code, library(), *filter(Path.is_file, every))
-    return run(Path(sys.executable), words, {}).stdout.strip()
+    lines = (done.stderr + done.stdout).splitlines()
+    told = [line for line in lines if line.startswith("kvpact: ")]
+    told = told or [line for line in lines if "kvpact" in line] or ["it says nothing of it"]
+    raise BackendUnavailable(f"{program} does not load {library()}: {'; '.join(told)}")
 
 
 def readers(build: dict[str, Path]) -> dict[str, str]:
@@ -188,7 +165,7 @@ def timing(
     KVPactError
         It failed; its last line is told, or the signal that ended it.
     """
-    done = run(program, [*words, "-r", 1, "-o", "json", "-v"], variables, limit)
+    done = run(program, [*words, "-r", 1, "-o", "json"], variables | COUNT, limit)
     try:
         (row,) = json.loads(done.stdout)
     except ValueError:
@@ -196,10 +173,10 @@ def timing(
         if done.returncode < 0:  # its last line says nothing of it then
             why = signal.strsignal(-done.returncode) or why
         raise KVPactError(f"{program} ended with {done.returncode}: {why}") from None
-    splits = max(map(int, re.findall(r"splits = (\d+)", done.stderr)), default=None)
+    attentions = sum(map(int, re.findall(r"^kvpact: computed (\d+)", done.stderr, re.M)))
     tokens = row["n_prompt"] + row["n_gen"]
     names = str(row["backends"]).lower().split(",")
-    return Timing(row["avg_ns"] / tokens / 1e6, splits, "kvpact" in names)
+    return Timing(row["avg_ns"] / tokens / 1e6, attentions, "kvpact" in names)
 
 
 def pair(program: Path, words: list[object], rounds: int, limit: float = LIMIT) -> dict[str, Any]:
@@ -215,11 +192,9 @@ def pair(program: Path, words: list[object], rounds: int, limit: float = LIMIT) 
         if found.loaded != ours:
             raise KVPactError(f"{program} {'did not load' if ours else 'loaded'} the backend")
         runs[ours].append(found)
-    before, after = (runs[ours][0].splits for ours in (False, True))
     return {
         "ms": median(x.ms for x in runs[False]),
         "kvpact_ms": median(x.ms for x in runs[True]),
-        "splits": before,
-        "kvpact_splits": after,
-        "used": before != after,
+        "attentions": runs[True][0].attentions,
+        "used": runs[True][0].attentions > 0,
     }

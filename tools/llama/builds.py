@@ -1,12 +1,12 @@
 """Build llama.cpp without knowledge of kvpact, out of llama-cpp-python's sdists.
 
-    python tools/llama_builds.py FOLDER [--jobs N]
+    python tools/llama/builds.py FOLDER [--jobs N]
 
 FOLDER/VERSION has `source`, the programs `linked/bin` (ggml's backends are linked), `dynamic/bin`
 (they are loaded at the start, as in release binaries), and `venv` with llama-cpp-python, for the
-pinned version and, if it is another one, the newest. FOLDER/refused has ggml's base library of an
-old one. They run on any x86-64 with AVX2 (``GGML_NATIVE=OFF``), hence without AMX, whose
-instructions some virtual machines announce and don't execute. Nothing is timed with them.
+pinned version and, if it is another one, the newest. They run on any x86-64 with AVX2
+(``GGML_NATIVE=OFF``), hence without AMX, whose instructions some virtual machines announce and
+don't execute. Nothing is timed with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import venv
 from pathlib import Path
 
 PINNED = "0.3.36", "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-OLD = "0.3.35", "1139dbb54509074b70893fab8554e3b079aa9f4d312058ce4018ef0019e3de12"
 PROGRAMS = ("llama-bench", "llama-perplexity", "llama-server", "test-backend-ops")
 OPTIONS = ["-DGGML_NATIVE=OFF", "-DCMAKE_BUILD_TYPE=Release"]
 # No libraries that a machine may lack, and nothing to download.
@@ -90,7 +89,6 @@ def main() -> None:
         for kind, more in KINDS.items():
             build(source, source.with_name(kind), more, PROGRAMS, jobs)
         install(source, source.with_name("venv"), jobs)
-    build(sdist(folder, *OLD), folder / "refused", [], ("ggml-base",), jobs)
 
 
 if __name__ == "__main__":
