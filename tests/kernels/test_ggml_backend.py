@@ -17,7 +17,7 @@ import pytest
 
 import kvpact.integrations
 
-NAME = "libggml-kvpact.so"  # on every system: so ggml names backends, and CMake modules
+NAME = "libggml-kvpact.so"  # on macOS, too: so ggml names backends
 NAMED = os.environ.get("KVPACT_GGML_LIBRARY")
 FOLDERS = [Path(folder) / "llama_cpp" for folder in kvpact.integrations.__path__]
 FOUND = [Path(NAMED)] if NAMED else [f / NAME for f in FOLDERS if (f / NAME).is_file()]
