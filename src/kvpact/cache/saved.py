@@ -290,7 +290,7 @@ def learnt_states(
     snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, device: torch.device
 ) -> Calibration:
     """Return what the codecs of every layer had learnt, on a device; errors as of a restore."""
-    check_fits(snapshot.state(), geometry)
+    check_fits(snapshot.state()._replace(records=()), geometry)
     states, dtype = {}, geometry.dtype or torch.float32
     for index, spec in enumerate(specs):
         _check_spec(index, held := snapshot.layer(index, 0, 0), spec, dtype)
