@@ -159,6 +159,8 @@ bool is_loaded(const Functions &ggml) {
 
 char refused[400] = "", found[128] = "";
 
+void tell_count() { fprintf(stderr, "kvpact: computed %lld attentions\n", (long long)computed); }
+
 // What the ggml at `caller` is to register; NULL: it is refused, or has it already.
 void *registry_for(const void *caller) {
     static std::mutex lock;
@@ -177,8 +179,9 @@ void *registry_for(const void *caller) {
     *refused = 0;
     if (!*known.why) {
         use_threads_of(caller);
+        if (!*found && getenv("KVPACT_GGML_COUNT")) atexit(tell_count);
         snprintf(found, sizeof found, "ggml %.32s, interface %d, trial NMSE %.0e", known.version(), known.api, known.error);
-        if (!is_loaded(known.ggml)) return &plugin->registry;
+        if (!is_loaded(host.ggml)) return &plugin->registry;
         fprintf(stderr, "kvpact: this ggml has loaded it already\n");
         return nullptr;
     }

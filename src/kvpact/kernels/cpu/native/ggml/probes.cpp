@@ -2,6 +2,7 @@
 // recognisable numbers are searched for them.
 #include <algorithm>
 #include <array>
+#include <string.h>
 #include <utility>
 #include <vector>
 
@@ -129,6 +130,8 @@ bool Host::find_tensors() {
     };
     void *q8 = tensor(ggml_abi::Q8_0, 64, 3, 5, 7), *f16 = tensor(ggml_abi::F16, 64, 3, 5, 7);
     void *held = ggml.new_tensor_4d(memory.get(), ggml_abi::F32, 16, 1, 1, 1);
+    // Its numbers may lie behind its words, and look like one of them while nobody has written any.
+    if (void *own = held ? ggml.get_data(held) : nullptr) memset(own, 0, 64);
     const int64_t ne[] = {64, 3, 5, 7};
     const size_t nb[] = {34, 68, 204, 1020};
     const void *data[] = {ggml.get_data(held)};
