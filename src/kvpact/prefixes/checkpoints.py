@@ -189,7 +189,8 @@ class CheckpointKind:
         for shape in self.shapes:
             tensor = found[0].records[shape.key]
             if shape.tokens is not None:
-                whole = torch.cat([x.records[shape.key] for x in reversed(found)], shape.tokens)
+                parts = [x.records[shape.key] for x in reversed(found)]
+                whole = torch.cat(parts, shape.tokens) if len(parts) > 1 else tensor
                 length, count = whole.shape[shape.tokens], end - shape.first(end)
                 tensor = whole.narrow(shape.tokens, length - count, count)
             states.append(RecordState(shape.layer, shape.name, tensor, shape.rows, end))

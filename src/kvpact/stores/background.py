@@ -161,8 +161,7 @@ class BackgroundStore(Store):
 
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob that waits or is stored; see `Store.fetch`."""
-        found: bytes | None = self._found([key], lambda keys: list(map(self._inner.fetch, keys)))[0]
-        return found
+        return self._found([key], lambda keys: list(map(self._inner.fetch, keys)))[0]
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs that wait or are stored; see `Store.get_many`."""
@@ -172,7 +171,7 @@ class BackgroundStore(Store):
         """Return blobs that wait or are stored; see `Store.get_unverified`."""
         return self._found(keys, self._inner.get_unverified)
 
-    def _found(self, keys: Sequence[Key], get: Callable[..., Sequence[Any]]) -> list[Any]:
+    def _found(self, keys: Sequence[Key], get: Callable[..., Any]) -> list[bytes | None]:
         names = [check_key(key) for key in keys]
         with self._opened():
             waiting = [self._queued(name) for name in names]

@@ -176,6 +176,8 @@ class RecordStore(Store):
         names, found = [check_key(key) for key in keys], list[bool]()
         self._check_open()
         try:
+            if len(names) == 1:
+                return [self._contains(names[0])]
             for start in range(0, len(names), _ASKED):
                 found += self._contains_many(names[start : start + _ASKED])
         except StoreError as error:
