@@ -103,7 +103,7 @@ def enable() -> Enabled:
     if not ggmls:
         raise BackendUnavailable(
             "no library of this process shows ggml's ggml_backend_load: call enable() after the "
-            "import of a binding of llama.cpp (llama_cpp, xllamacpp, …)"
+            "import of a binding of llama.cpp, such as xllamacpp"
         )
     for file, ggml in ggmls.items():
         # Backends that are loaded are so before the first model, and only while there is none.
