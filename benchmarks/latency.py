@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """Measure prompts and steps for every number of threads."""
     theirs, tokenizer = load_model(options.model)
     ours = twin(theirs)
-    text = book_path().read_text("utf-8")[: 8 * max(*options.prompts, *options.held)]
+    text = book_path().read_text("utf-8")[: 8 * max([*options.prompts, *options.held])]
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     makes: list[tuple[PreTrainedModel, Make]] = [
         (theirs, lambda: DynamicCache(config=theirs.config)),

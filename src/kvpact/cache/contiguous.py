@@ -41,9 +41,6 @@ from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
-_ACTIVATIONS = 8 << 20
-"""Bytes of a call's queries from which on memory of a model's activations is worth a tenth of its
-time: blocks that go back to the system have to be asked for again, page by page."""
 
 
 class ContiguousCache(Evictable, BatchRows):
@@ -179,7 +176,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             output = attend(entry, k, v, q, config, sizes)
-            self._stored(layer, q.nbytes)
+            self._stored(layer)
             return output
 
     @detached
@@ -207,7 +204,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             step = entry.store(k, v, config, q, sizes)
-            self._stored(layer, k.nbytes if q is None else q.nbytes)
+            self._stored(layer)
             return step
 
     def _end_prompt(self) -> None:
@@ -215,12 +212,12 @@ class ContiguousCache(Evictable, BatchRows):
             self.heap.end()
         self.compute.end_prompt()
 
-    def _stored(self, layer: int, queries: int) -> None:
+    def _stored(self, layer: int) -> None:
         """Tell malloc that a layer's tokens are stored; the others' may need nothing new.
 
-        `queries`: their bytes, and those of a model's other activations are multiples.
+        While it maps blocks, a model's activations come page by page: on two cores a third slower.
         """
-        if self.compute.alike and queries < _ACTIVATIONS:
+        if self.compute.alike:
             self.heap.release()
         self.heap.stored(layer + 1 == len(self._layers))
 
