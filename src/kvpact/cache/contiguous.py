@@ -41,6 +41,9 @@ from kvpact.snapshot.state import CacheState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
+_ACTIVATIONS = 8 << 20
+"""Bytes of a call's queries from which on one thread maps a model's activations page by page for
+less than a tenth of its time; several threads wait for each other's pages, for a third of it."""
 
 
 class ContiguousCache(Evictable, BatchRows):
@@ -176,7 +179,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             output = attend(entry, k, v, q, config, sizes)
-            self._stored(layer)
+            self._stored(layer, q.nbytes)
             return output
 
     @detached
@@ -204,7 +207,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
             step = entry.store(k, v, config, q, sizes)
-            self._stored(layer)
+            self._stored(layer, k.nbytes if q is None else q.nbytes)
             return step
 
     def _end_prompt(self) -> None:
@@ -212,12 +215,12 @@ class ContiguousCache(Evictable, BatchRows):
             self.heap.end()
         self.compute.end_prompt()
 
-    def _stored(self, layer: int) -> None:
+    def _stored(self, layer: int, queries: int) -> None:
         """Tell malloc that a layer's tokens are stored; the others' may need nothing new.
 
-        While it maps blocks, a model's activations come page by page: on two cores a third slower.
+        `queries`: their bytes, and those of a model's other activations are multiples.
         """
-        if self.compute.alike:
+        if self.compute.alike and (queries < _ACTIVATIONS or torch.get_num_threads() > 1):
             self.heap.release()
         self.heap.stored(layer + 1 == len(self._layers))
 
