@@ -81,13 +81,20 @@ def _candidate(name: str) -> str:
 def latency() -> str:
     """Return the table of first tokens and short steps on both models."""
     names = {MODELS[name]: f"latency/{name}/latency.json" for name in ("smollm2", "gemma3")}
-    rows = [{(r["what"], r["tokens"]): r for r in load(path)["rows"]} for path in names.values()]
+    found: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for name, path in names.items():
+        for row in load(path)["rows"]:
+            column = found.setdefault((name, str(row["threads"])), {})
+            column[row["what"], row["tokens"]] = f"{row['ratio']:.2f}"
     cells = []
     for what, said in (("prompt", "first token of {} tokens"), ("step", "a step after {}")):
-        for tokens in sorted({n for kind, n in rows[0] if kind == what}):
-            same = [f"{found[what, tokens]['ratio']:.2f}" for found in rows]
+        for tokens in sorted(
+            {n for column in found.values() for kind, n in column if kind == what}
+        ):
+            same = [column.get((what, tokens), "-") for column in found.values()]
             cells.append([said.format(f"{tokens:,}"), *same])
-    head = table(["time over that of `DynamicCache`", *names], cells)
+    columns = [f"{name}, threads: {threads}" for name, threads in found]
+    head = table(["time over that of `DynamicCache`", *columns], cells)
     return "\n\n".join([head, *map(machine, names.values())])
 
 
