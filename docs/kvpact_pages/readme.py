@@ -59,7 +59,7 @@ def figures() -> str:
 
 def _process(spec: str, size: str) -> str:
     """Return MiB that a process took for a cache, `after` or at the `peak`."""
-    work = {"model": "smollm2", "dtype": "float32", "tokens": 4000, "chunk": 0, "threads": 1}
+    work = {"model": "smollm2", "dtype": "float32", "tokens": 4000, "chunk": 0, "threads": 2}
     rows = load("memory/process.json")["rows"]
     found = next(r for r in rows if r["spec"] == spec and work.items() <= r.items())
     return f"{found[size] / (1 << 20):.0f}"
