@@ -33,7 +33,7 @@ def figures() -> str:
             ],
             [
                 "what a process takes for a prompt of 4,000 tokens and 64 steps, as the kernel "
-                "counts it (SmolLM2-135M, fp32)",
+                "counts it (SmolLM2-135M, fp32, 2 threads)",
                 f"{_process('trellis:bits=4', 'after')} MiB, {_process('trellis:bits=4', 'peak')} "
                 f"at the peak; with `DynamicCache` {_process('DynamicCache', 'after')} and "
                 f"{_process('DynamicCache', 'peak')}",
