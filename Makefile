@@ -54,9 +54,9 @@ check: lint $(ALL) ## lint, the kit of caches at a spec of each class, kernels a
 	@echo "checking …"
 	@$(TESTS) $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
 
-test: lint $(ALL) ## lint, types, layers, then the tests
+test: lint $(ALL) ## lint, types, layers, then the tests (WING=core: those of one wing, see ARCHITECTURE.md)
 	@echo "testing …"
-	@$(PYTEST)
+	@$(PYTEST) $(if $(WING),$$($(PY) tools/wings.py $(WING)))
 
 test-slow: $(ALL) ## quality on real models, large codebooks, interpreted Triton, long histories, every SIMD level: some hours
 	@$(PYTEST) -m slow

@@ -32,7 +32,7 @@ _README = "tests/docs/test_snippets.py::test_programs_of_the_readme_run_as_paste
 _OTHERS = (_SIX, *(f"tests/integrations/{x}" for x in ("vllm", "lmcache", "sglang", "llama_cpp")))
 TESTS = {
     "families": [_SIX],
-    "programs": [_README, "tests/test_first_hour.py"],
+    "programs": [_README, "tests/project/test_first_hour.py"],
     "integration": ["tests/integrations", *(f"--ignore={x}" for x in _OTHERS)],
 }
 # What runs beside transformers, and what kvpact's extras ask for.

@@ -10,7 +10,7 @@ from by_path import module_at
 from kvpact.registry import unregister_method
 from kvpact.testing import MethodContract
 
-FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
+FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 WITHIN = 0.1  # of a figure with a decimal point: processors round differently

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from by_path import module_at
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_fault_can_be_made_and_is_looked_for():

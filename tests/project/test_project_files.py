@@ -7,7 +7,7 @@ import pytest
 
 import kvpact
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = [
     *("AGENTS.md", "ARCHITECTURE.md", "CODE_OF_CONDUCT.md", "SECURITY.md"),
     ".github/pull_request_template.md",
