@@ -1,7 +1,8 @@
 """Tells which tests catch which faults: a net for changes that move much of the code.
 
 `faults.toml` lists small mistakes that somebody could make in `src/kvpact`. Each one is made in a
-copy of the package below a temporary folder, and the tests named beside it run on that copy. The
+copy of the package below a temporary folder, and the tests named beside it run on that copy; for a
+mistake in C++ the copy's native library is compiled, for this machine's instruction set alone. The
 working tree is never written to: nothing has to be restored, whatever ends this program.
 
 A fault is *caught* by the first test that fails; at the end these tests run once more without any
@@ -22,7 +23,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGE = ROOT / "src" / "kvpact"
 PYTEST = ("-m", "pytest", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider")
+LIBRARY = "kvpact_cpu"
 LONGEST = 200
 """Characters of a test's id."""
 NO_TESTS = 5
@@ -108,7 +111,7 @@ def errors(faults: list[Fault]) -> list[str]:
             found.append(f"{name}: its text is in {file} {count} times, not once")
         elif text == replacement:
             found.append(f"{name}: it changes nothing")
-        else:
+        elif path.suffix == ".py":
             try:
                 compile(path.read_text("utf-8").replace(text, replacement), file, "exec")
             except SyntaxError as error:
@@ -135,7 +138,7 @@ class Scratch:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._package = folder, folder / "copy" / "kvpact"
+        self._folder, self._package = folder, folder / "src" / "kvpact"
         for place in self._places():
             leave = shutil.ignore_patterns("__pycache__")
             shutil.copytree(place, self._package, ignore=leave, dirs_exist_ok=True)
@@ -179,6 +182,36 @@ class Scratch:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()
 
+    def _built(self) -> Path:
+        """Compile the copy's native library, what changed of it, and return where it lies."""
+        build = self._folder / "build"
+        if not build.exists():
+            shutil.copy(ROOT / "CMakeLists.txt", self._folder)
+            self._make("-S", self._folder, "-B", build, "-DKVP_LEVELS=native")
+        self._make("--build", build, "--target", LIBRARY, "--parallel", os.cpu_count() or 1)
+        return build / f"lib{LIBRARY}.so"
+
+    def _make(self, *words: object) -> None:
+        done = subprocess.run(["cmake", *map(str, words)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"the copy can't be compiled:\n{done.stdout}{done.stderr}")
+
+    @contextmanager
+    def _with(self, fault: Fault) -> Iterator[None]:
+        """Make a mistake in the copy, and take it back."""
+        source = (PACKAGE / fault.file).read_text("utf-8")
+        library = self._package / "kernels" / "cpu" / f"lib{LIBRARY}.so"
+        kept = None if fault.file.endswith(".py") else library.read_bytes()
+        try:
+            self.write(fault.file, source.replace(fault.text, fault.replacement))
+            if kept:
+                shutil.copy(self._built(), library)
+            yield
+        finally:
+            self.write(fault.file, source)
+            if kept:
+                library.write_bytes(kept)
+
     def run(self, tests: tuple[str, ...], limit: float, first: bool = True) -> tuple[int, str]:
         """Run tests, the `first` failure ends it; return pytest's exit status and its output.
 
@@ -214,16 +247,13 @@ class Scratch:
 
     def outcome(self, fault: Fault, tests: tuple[str, ...], limit: float) -> Outcome:
         """Run tests with a fault."""
-        source = (PACKAGE / fault.file).read_text("utf-8")
         started = time.monotonic()
-        try:
-            self.write(fault.file, source.replace(fault.text, fault.replacement))
-            status, output = self.run(tests, limit)
-        except subprocess.TimeoutExpired:
-            running = (self.noted("running") or ["before the first test"])[0]
-            return Outcome("unfinished", running, time.monotonic() - started)
-        finally:
-            self.write(fault.file, source)
+        with self._with(fault):
+            try:
+                status, output = self.run(tests, limit)
+            except subprocess.TimeoutExpired:
+                running = (self.noted("running") or ["before the first test"])[0]
+                return Outcome("unfinished", running, time.monotonic() - started)
         seconds = time.monotonic() - started
         if status == 0:
             return Outcome("missed", "", seconds)
