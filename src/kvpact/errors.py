@@ -1,19 +1,20 @@
 """Every error that kvpact raises on purpose; each message says what to do.
 
-`except KVPactError` catches them all, and Python's own class in brackets catches those of its line::
+`except KVPactError` catches them all, and the class of Python in brackets those of its line::
 
     KVPactError
-    |- SpecError, GeometryError, DeviceError, NonFiniteError, FormatError, MismatchError (ValueError)
-    |- DtypeError                                                                      (TypeError)
-    |- LayerIndexError                                                                 (IndexError)
-    |- SequenceError                                                                   (KeyError)
-    |- IncompleteToken, StaleResult, CorruptState, KernelError                         (RuntimeError)
-    |- SnapshotError, EnableError, BackendUnavailable                                  (RuntimeError)
+    |- SpecError, GeometryError, DeviceError                     (ValueError)
+    |- NonFiniteError, FormatError, MismatchError                (ValueError)
+    |- DtypeError                                                (TypeError)
+    |- LayerIndexError                                           (IndexError)
+    |- SequenceError                                             (KeyError)
+    |- IncompleteToken, StaleResult, CorruptState, KernelError   (RuntimeError)
+    |- SnapshotError, EnableError, BackendUnavailable            (RuntimeError)
     |- RegistrationError, IntegrityError
     |- CacheFull
     |  `- BudgetExceeded
     `- StoreError
-       |- StoreKeyError                                                                (ValueError)
+       |- StoreKeyError                                          (ValueError)
        `- StoreFull, StoreUnavailable
 """
 
