@@ -51,7 +51,7 @@ def test_generate_and_snapshots_stay_within_a_budget(model_folder, text, tmp_pat
     assert found["budget"]["bytes"] == 350_000 and 2 < found["budget"]["bits"] < 5
     assert "mean bits within the budget" in good("generate", *args, "--max-new-tokens", 2)
     file = tmp_path / "text.kv"
-    good("snapshot", "save", file, *args)
+    good("snapshot", "save", "--out", file, *args)
     more = ("--model", model_folder, "--max-new-tokens", 8, "--json")
     gone_on = json.loads(good("snapshot", "restore", file, "--budget", BUDGET, *more))
     assert gone_on["restored_tokens"] >= 699 and len(gone_on["text"]) > 0

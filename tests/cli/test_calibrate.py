@@ -69,7 +69,7 @@ def test_prefixes_and_snapshots_are_stored_by_it(calibrated, model_folder, tmp_p
     assert "prompt tokens from the store" in second.stdout + second.stderr
     assert "--prefix-store" in bad("generate", TEXT, *options, "--storage", "pca")
     path = tmp_path / "a.safetensors"
-    passed("snapshot", "save", path, TEXT, *options, "--storage", "pca:bits=2")
+    passed("snapshot", "save", TEXT, "--out", path, *options, "--storage", "pca:bits=2")
     specs = {layer.spec["key"]["method"] for layer in Snapshot.load(path).manifest.layers}
     assert specs == {"pca"}
     new = ("--model", model_folder, "--max-new-tokens", 4)

@@ -223,7 +223,7 @@ def test_generate_snapshots_and_stores(model_folder, text, tmp_path):
     assert len(keys) == document("store stats", tmp_path / "store")["entries"] == 10
     assert document("store gc", tmp_path / "store", "--max-bytes", 1)["removed"]["evicted"] == 10
     path = tmp_path / "a.kv"
-    saved = document("snapshot save", path, "Once upon a time", *model)
+    saved = document("snapshot save", "Once upon a time", "--out", path, *model)
     assert saved["bytes"] == path.stat().st_size and saved["tokens"] == 16
     assert (
         document("snapshot verify", path, path)["good"]

@@ -19,7 +19,7 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 def saved(model_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("snapshots") / "a.safetensors"
     options = ("--spec", "turboquant:bits=4", "--model", model_folder, "--chunk", 20)
-    result = passed("snapshot", "save", path, TEXT, *options, "--tenant", "alice")
+    result = passed("snapshot", "save", TEXT, "--out", path, *options, "--tenant", "alice")
     assert f" {len(TEXT)} " in result.stdout
     return path
 
@@ -68,7 +68,7 @@ def test_a_model_with_windows_goes_on_as_generate_does(tmp_path, more):
     recipe.write_text('default = "int:bits=8"\n[layers]\n3 = "fp8"\n')
     options = ("--model", tmp_path, "--max-new-tokens", 12)
     given = ("--spec", recipe, "--model", tmp_path, *more)
-    passed("snapshot", "save", tmp_path / "a", TEXT, *given)
+    passed("snapshot", "save", TEXT, "--out", tmp_path / "a", *given)
     assert Snapshot.load(tmp_path / "a").tokens == len(TEXT) - 1
     on = passed("snapshot", "restore", tmp_path / "a", *options).stdout
     whole = passed("generate", TEXT, "--spec", recipe, *options, *more).stdout
@@ -138,12 +138,26 @@ def test_what_a_snapshot_says_does_not_steer_the_terminal(name, shown, model_fol
 
 
 def test_save_refuses_what_it_cannot_hold(model_folder, tmp_path):
-    assert "nothing to hold" in bad("snapshot", "save", tmp_path / "a", "--model", model_folder)
-    long = bad("snapshot", "save", tmp_path / "a", "x" * 1025, "--model", model_folder)
-    assert "1025 tokens do not fit" in long
-    for args in ((tmp_path / "a", "x", "--spec", "nonesuch"), (tmp_path / "no" / "a", "x")):
-        assert "loading" not in bad("snapshot", "save", *args), "told before a model is loaded"
+    given = ("--out", tmp_path / "a", "--model", model_folder)
+    assert "nothing to hold" in bad("snapshot", "save", *given)
+    assert "1025 tokens do not fit" in bad("snapshot", "save", "x" * 1025, *given)
+    for args in ((tmp_path / "a", "--spec", "nonesuch"), (tmp_path / "no" / "a",)):
+        refused = bad("snapshot", "save", "x", "--out", *args)
+        assert "loading" not in refused, "told before a model is loaded"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [("snapshot", "save", "x"), ("calibrate",)])
+def test_no_file_of_a_user_is_replaced_unless_forced(model_folder, tmp_path, command):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    options = (model_folder,) if command == ("calibrate",) else ("--model", model_folder)
+    refused = bad(*command, *options, "--out", notes)
+    assert "notes.txt is there and is no" in refused and "--force" in refused
+    assert notes.read_text() == "mine" and "loading" not in refused
+    passed("snapshot", "save", "x", "--model", model_folder, "--out", notes, "--force")
+    passed("snapshot", "save", "xy", "--model", model_folder, "--out", notes)
+    assert Snapshot.load(notes).tokens == 2
 
 
 def figure(output, name):

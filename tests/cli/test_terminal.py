@@ -133,7 +133,7 @@ def test_a_log_gets_a_line_a_minute(monkeypatch, capsys):
 
 
 def test_short_work_tells_a_pipe_no_progress(model_folder, tmp_path):
-    result = invoke("snapshot", "save", tmp_path / "a", "Once", "--model", model_folder)
+    result = invoke("snapshot", "save", "Once", "--out", tmp_path / "a", "--model", model_folder)
     assert result.exit_code == 0
     assert result.stderr == f"loading model {model_folder}\n"
 

@@ -9,7 +9,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import note, print_document, print_pairs, progress, size_text
-from kvpact.cli.inputs import InputError, check_models, check_parent, open_model, texts_of
+from kvpact.cli.inputs import InputError, check_models, check_output, open_model, texts_of
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ def calibrate_command(
     out: Path = typer.Option(
         Path("calibration.safetensors"),
         dir_okay=False,
-        help="File to write; an existing file is replaced.",
+        help="File to write; an earlier calibration is replaced, nothing else is.",
     ),
+    force: bool = options.FORCE,
     text: list[Path] = options.TEXTS,
     spec: list[str] = typer.Option(
         SPECS,
@@ -42,8 +43,10 @@ def calibrate_command(
 
     Use texts of the kinds that the model will read; about 4,000 tokens are enough.
     """
+    from kvpact.calibration import Calibration
+
     specs = [parse_spec(one) for one in dict.fromkeys(spec)]
-    check_parent(out)
+    check_output(out, "calibration", Calibration.load, force)
     given = texts_of(text)
     check_models([model])
     network, tokenizer = open_model(model, dtype, threads)

@@ -89,7 +89,7 @@ COMMANDS = {
     "snapshot save": CommandEntry(
         "Run a text through a model and save the cache.",
         "snapshot:save",
-        ("kvpact snapshot save notes.kv --file notes.txt --spec trellis:bits=4",),
+        ("kvpact snapshot save --file notes.txt --out notes.kv --spec trellis:bits=4",),
     ),
     "snapshot show": CommandEntry(
         "Print what a snapshot holds; only its header is read.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -87,10 +87,20 @@ def results_folder(path: Path | None) -> Iterator[None]:
         raise
 
 
-def check_parent(path: Path) -> None:
-    """Raise `InputError` unless the folder of a file to write is there."""
+def check_output(path: Path, what: str, read: Callable[[Path], object], force: bool) -> None:
+    """Raise `InputError` where a file to write has no folder, or would replace one of a user's.
+
+    A file that `read` accepts is one that kvpact wrote, and may be replaced.
+    """
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path.absolute().parent} is no folder; make it first")
+    if path.exists() and not force:
+        try:
+            read(path)
+        except (KVPactError, OSError) as error:
+            raise InputError(
+                f"{path} is there and is no {what}: give another --out, or --force to replace it"
+            ) from error
 
 
 def note_if_short(held: int, wanted: int) -> None:

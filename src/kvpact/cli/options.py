@@ -43,6 +43,8 @@ def optional(help: str, **more: Any) -> Any:
     return typer.Option(None, help=help, show_default=False, **more)
 
 
+FORCE = typer.Option(False, "--force", help="Replace a file that kvpact did not write, too.")
+
 WHICH_MODEL = "smollm2, gemma3, a hub id, or the folder of a model."
 
 MODEL = typer.Option("smollm2", help=WHICH_MODEL, autocompletion=complete_model)

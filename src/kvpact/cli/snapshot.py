@@ -23,9 +23,14 @@ CHUNK = 256
 
 
 def save(
-    out: Path = typer.Argument(..., metavar="FILE", help="File to write.", dir_okay=False),
     prompt: str | None = typer.Argument(None, help="Text to run through the model."),
     file: Path | None = options.FILE,
+    out: Path = typer.Option(
+        Path("snapshot.safetensors"),
+        dir_okay=False,
+        help="File to write; an earlier snapshot is replaced, nothing else is.",
+    ),
+    force: bool = options.FORCE,
     spec: str = options.SPEC,
     sliding: str | None = options.SLIDING,
     budget: str | None = options.BUDGET,
@@ -47,9 +52,10 @@ def save(
     from kvpact.cache import recode
     from kvpact.integrations.transformers.packed_rings import PACKED_RING
     from kvpact.integrations.transformers.versions import named
+    from kvpact.snapshot import Snapshot
 
     candidate = inputs.candidate_of(spec, sliding, budget)
-    inputs.check_parent(out)
+    inputs.check_output(out, "snapshot", Snapshot.open, force)
     text = inputs.prompt_text(file, prompt, "hold")
     given = inputs.prompted(candidate, text, (model, dtype, threads), calibration)
     network, _, ids, cache, known = given
