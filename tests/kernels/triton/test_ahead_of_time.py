@@ -93,10 +93,11 @@ def test_every_variant_and_capability():
 
 def kind(codec: Codec) -> tuple[object, ...]:
     """What makes kernels take other ways, but for widths of codes and vectors."""
-    slots, encoded = slots_of(codec, torch.device("cpu")).form, codec.encoding()
+    slots = slots_of(codec, torch.device("cpu")).form
     held = slots and (slots.kind, slots.order, *map(bool, slots.types), slots.shift_scaled)
     scales = slots and (slots.channels < slots.dim, bool(slots.middle), slots.group > 1)
-    return held, scales, encoded and (encoded.kind, encoded.choice, encoded.group > 1)
+    rule = slots and (slots.encoder, slots.levels.number, slots.rule if slots.encoder else "")
+    return held, scales, rule
 
 
 def test_every_method_has_a_kind_of_slots_that_is_compiled():

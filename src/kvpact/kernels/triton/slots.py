@@ -158,7 +158,6 @@ def by_group(units, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Return levels [32, COUNT] with scale, zero, fold and shift, in the order of `decode`."""
-    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     if FORM.has("fold"):
         fold = by_group(units_of("fold", segment, FORM), tile, first, COUNT, FORM)
     if FORM.has("shift"):
@@ -168,11 +167,11 @@ def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
-        scale = units_of("scale", segment, FORM) + tile * (GROUPS * 32)
+        scale = units_of("scale", segment, FORM) + tile * (FORM.groups * 32)
         x = x * _by_token(scale, first, COUNT, FORM)
     if FORM.has("zero"):
         x = x + _by_token(
-            units_of("zero", segment, FORM) + tile * (GROUPS * 32), first, COUNT, FORM
+            units_of("zero", segment, FORM) + tile * (FORM.groups * 32), first, COUNT, FORM
         )
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
@@ -196,11 +195,11 @@ def tile_numbers(segment, LEVELS, tile, first, COUNT: tl.constexpr, FORM: tl.con
     if FORM.kind == "trellis":
         x = trellis_numbers(units, units_of("scale", segment, FORM), LEVELS, tile, channel, FORM)
     else:
-        if FORM.order == "number":
-            x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
-        else:
+        if FORM.in_words:
             words: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
             x = _levels(_codes(units + tile * words, first, COUNT, FORM), LEVELS, FORM)
+        else:
+            x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
         x = _scaled(x, segment, tile, first, COUNT, FORM)
         if FORM.dim % COUNT != 0:
             x = tl.where((channel < FORM.dim)[None, :], x, 0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.digits.digits import attend_digits
-from kvpact.kernels.triton.digits.operands import groups_of, level_worth
+from kvpact.kernels.triton.digits.operands import level_worth
 from kvpact.kernels.triton.digits.tables import (
     LEAST_ROWS,
     LOG2_E,
@@ -85,7 +85,7 @@ def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
     if form.dim > MOST_WIDTH or form.dim % 8:
         return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
-    if groups_of(form) > 1 and (form.channels < least or form.channels & (form.channels - 1)):
+    if form.groups > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
     return ""
 
@@ -98,7 +98,7 @@ def _known_fields(form: SlotForm, order: str) -> bool:
         return form.has("scale")
     fits = order == "token" and form.has("scale") and not form.shift_scaled and not form.middle
     even = form.group % 32 == 0 and form.group & (form.group - 1) == 0
-    return fits and even and not form.has("zero") and groups_of(form) == 1
+    return fits and even and not form.has("zero") and form.groups == 1
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:

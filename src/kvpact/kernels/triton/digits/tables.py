@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpact.kernels.triton.digits.levels import query_digits
-from kvpact.kernels.triton.digits.operands import channel_places, groups_of, key_width, level_worth
+from kvpact.kernels.triton.digits.operands import channel_places, key_width, level_worth
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.base import Transform
@@ -25,9 +25,8 @@ LEAST_ROWS = 4
 @cache
 def whole_levels(form: SlotForm) -> SlotForm:
     """Return a form with whole levels, if there is one: codes of grids with a zero."""
-    if form.whole or form.kind != "table" or not form.middle:
-        return form
-    return replace(form, kind="linear", middle=0.0, whole=True)
+    halves = form.kind == "table" and form.middle
+    return replace(form, from_zero=True) if halves else form
 
 
 def whole_slots(slots: Slots) -> Slots:
@@ -40,8 +39,7 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 def table_words(slots: Slots) -> Tensor:
     """Return levels `[4, 4]` int32: four words, for each of four threads; signed ones' top bits."""
-    form, levels = slots.form, slots.levels
-    assert form is not None and levels is not None
+    form, levels = slots.known, slots.levels
     found = _tables.get(levels)
     if found is None:
         if form.kind == "linear" and not form.signed:
@@ -81,8 +79,8 @@ def queries_of(
     batch, q_heads, queries, dim = q.shape
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)
-    span = groups_of(form) * size
-    digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
+    span = form.groups * size
+    digits = q.new_empty(batch, kv_heads, form.groups, count, 2, size, dtype=torch.int8)
     units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
     numbers = None
     if form.has("shift") or form.has("zero"):
@@ -106,7 +104,7 @@ def _places(form: SlotForm, rows: int, kw: int, device: torch.device) -> Tensor:
     order = torch.tensor(channel_places(form, kw), dtype=torch.int64, device="cpu")
     place = torch.empty_like(order)
     place[order] = torch.arange(width, dtype=torch.int64, device="cpu")
-    groups = torch.arange(groups_of(form), dtype=torch.int64, device="cpu")
+    groups = torch.arange(form.groups, dtype=torch.int64, device="cpu")
     first = groups.unsqueeze(1) * (2 * rows * width)
     # The host waits: other streams may be the next to ask for it.
     return (first + place).flatten().to(torch.int32).to(device)

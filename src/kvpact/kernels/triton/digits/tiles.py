@@ -179,11 +179,10 @@ def fields_of(where, SLOTS: tl.constexpr, FORM: tl.constexpr):
     `where`: the table of rows, row, head, the segment of each tile (or of all), and the number of
     the tile in it.
     """
-    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     WORDS: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
     codes = _field(where, SLOTS, FORM, "codes", WORDS)
-    scale = _field(where, SLOTS, FORM, "scale", GROUPS * 32)
+    scale = _field(where, SLOTS, FORM, "scale", FORM.groups * 32)
     zero = codes
     if FORM.has("zero"):
-        zero = _field(where, SLOTS, FORM, "zero", GROUPS * 32)
+        zero = _field(where, SLOTS, FORM, "zero", FORM.groups * 32)
     return codes, scale, zero
