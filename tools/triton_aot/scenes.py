@@ -122,8 +122,8 @@ class Slot(NamedTuple):
     def taker(self, tokens: int) -> Taker:
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
-        names = slots_of(codec, x.device).names
-        slots = Places.of(names, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
+        form = slots_of(codec, x.device).known
+        slots = Places.of(form, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
         return Taker(codec, slots, taking_of(codec, x, (K_SIDE, V_SIDE)[self.value]))
 
     def decoding(self, inverse: bool) -> list[Launch]:

@@ -57,8 +57,8 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
             {f.name: f.allocate(2, 2, SEGMENT, DEVICE) for f in codec.fields}
             for _ in range((max(held) + new - 1) // SEGMENT + 1)
         ]
-        names = slots_of(codec, x.device).names
-        slots = Places.of(names, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
+        form = slots_of(codec, x.device).known
+        slots = Places.of(form, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
         memory = torch.full((2, 2, ROOM, dim), 7.0, dtype=dtype, device=DEVICE)
         side = (columns.K_SIDE, columns.V_SIDE)[index]
         tail = side.tail

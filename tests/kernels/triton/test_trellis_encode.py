@@ -83,8 +83,8 @@ def test_tokens_behind_what_only_the_device_knows():
         for _ in range(2)
     ]
     held, tables = (127, 30), slots_of(codec, tokens.device)
-    slots = Places.of(tables.names, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
-    form, counts = tables.form, torch.tensor([[n, 7] for n in held])
+    slots = Places.of(tables.known, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
+    form, counts = tables.known, torch.tensor([[n, 7] for n in held])
     encoding.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):
         expected = torch_slots(codec, tokens[row : row + 1], count)

@@ -54,7 +54,8 @@ def case(spec: str, dim: int) -> tuple[torch.Tensor, torch.Tensor, TreatedKeys]:
     first = torch.zeros(2, 3, ROWS) if first is None else first
     found = torch.full((ROWS, TOKENS), torch.nan)
     slots = slots_of(codec, x.device)
-    fields = [segment[name or "codes"][1, 1] for name in (slots.names[i] for i in (0, 1, 5, 6, 7))]
+    parts, names = slots.form.parts, ("codes", "scale", "base", "mean", "step")
+    fields = [segment[parts.get(name, parts["codes"]).name][1, 1] for name in names]
     logits_of_tiles[(TOKENS // 32,)](
         *fields, slots.levels, packed[1, 1], rows[1, 1], first[1, 1], found, slots.form
     )

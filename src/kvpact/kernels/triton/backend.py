@@ -95,8 +95,8 @@ class TritonBackend(Backend):
         if operation == "encode":
             return "" if copies(codec) else slots_of(codec, _CPU).encode_reason
         slots = slots_of(codec, _CPU)
-        if operation == "attend" and not slots.reason:
-            return _too_wide(slots.known.dim, dtype)
+        if operation == "attend" and slots.form is not None:
+            return _too_wide(slots.form.dim, dtype)
         return slots.reason
 
     def covers_offset(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +22,7 @@ from kvpact.formats.bitpack import WORD, planes
 from kvpact.formats.form import Form
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.kernels.sources import SegmentSource, Where
-from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
+from kvpact.kernels.triton.trellis.steps import Run, TrellisSteps, runs_of, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -94,9 +94,14 @@ class SlotForm(Form):
         return tuple(NUMBERS[parts[x].dtype] if x in parts else "" for x in self.names)
 
     @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Planes of a trellis' blocks that lie together."""
+        return runs_of(self.trellis, self.order == "token") if self.trellis else ()
+
+    @cached_property
     def steps(self) -> tuple[TrellisSteps, ...]:
         """Where the codes of a trellis' blocks lie."""
-        return steps_of(self.trellis, self.order == "token") if self.trellis else ()
+        return steps_of(self.trellis, self.runs) if self.trellis else ()
 
     @property
     def treated(self) -> bool:
@@ -175,9 +180,9 @@ class SlotForm(Form):
 class Slots(NamedTuple):
     """What kernels are told of a codec, made once.
 
-    - `form`: what is compiled in; None where no kernel reads or writes the slots.
-    - `reason`, `encode_reason`: why no kernel reads them, or writes them; empty if one does.
-    - `names`: the codec's field for each of `SlotForm.names`, or None.
+    - `form`, `reason`: what is compiled into kernels that read the slots, whatever the rule that
+      wrote them; or why none does.
+    - `written`, `encode_reason`: what is compiled into those that write; or why none does.
     - `signs`: fp32, of the rotation; one number where there is none.
     - `boundaries`: fp32, between `levels`.
     - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
@@ -186,17 +191,17 @@ class Slots(NamedTuple):
 
     form: SlotForm | None
     reason: str
+    written: SlotForm | None
     encode_reason: str
-    names: tuple[str | None, ...] = ()
     signs: Tensor = _NOTHING
     boundaries: Tensor = _NOTHING
     levels: Tensor = _NOTHING
 
     @property
     def known(self) -> SlotForm:
-        """The form, where there is one."""
-        assert self.form is not None, self.reason
-        return self.form
+        """The form of a codec for which a kernel encodes."""
+        assert self.written is not None, self.encode_reason
+        return self.written
 
 
 class Places(NamedTuple):
@@ -214,21 +219,20 @@ class Places(NamedTuple):
     @classmethod
     def of(
         cls,
-        names: Sequence[str | None],
+        form: SlotForm,
         sources: Sequence[SegmentSource],
         batch: int,
         device: torch.device,
     ) -> Places:
         """Return where fields lie, on the device.
 
-        `names`: of the fields, None for one that is not there. `sources`: one for all rows, or one
-        for each. Raises `GeometryError`.
+        `sources`: one for all rows, or one for each. Raises `GeometryError`.
         """
-        found = [_lie(names, source) for source in sources]
+        found = [_lie(form, source) for source in sources]
         count = max(len(where.segments) for held in found for where in held.values())
         # numpy sets a number in a tenth of the time that torch takes.
-        table = np.zeros((len(names), batch, count), dtype=np.int64)
-        heads = np.zeros(len(names), dtype=np.int64)
+        table = np.zeros((len(form.names), batch, count), dtype=np.int64)
+        heads = np.zeros(len(form.names), dtype=np.int64)
         each = batch // len(sources)
         rows = np.arange(each, dtype=np.int64)[:, None]
         for number, held in enumerate(found):
@@ -256,15 +260,14 @@ class Places(NamedTuple):
         return self._replace(table=self.table[:, index : index + 1].contiguous())
 
 
-def _lie(names: Sequence[str | None], source: SegmentSource) -> dict[int, Where]:
+def _lie(form: SlotForm, source: SegmentSource) -> dict[int, Where]:
     """Return where the fields that are there lie, by their places among the names."""
     found = {}
-    for index, name in enumerate(names):
-        if name is not None:
-            where = source.where(name)
-            if where is None:
-                raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
-            found[index] = where
+    for part, field in form.parts.items():
+        where = source.where(field.name)
+        if where is None:
+            raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+        found[form.index_of(part)] = where
     return found
 
 
@@ -310,26 +313,25 @@ def slots_of(codec: Codec, device: torch.device) -> Slots:
     """Return what kernels are told of a codec."""
     form, name = codec.form, type(codec).__name__
     if form is None:
-        return Slots(None, f"no packed format for {name}", f"no native encoding for {name}")
+        return Slots(None, f"no packed format for {name}", None, f"no native encoding for {name}")
     known = _reason(codec, form)
     encode_reason = _encode_reason(codec, form) or known
     reason = known if form.kind else f"no packed format for {name}"
-    if reason and encode_reason:
-        return Slots(None, reason, encode_reason)
     rotation = codec.transform if isinstance(codec.transform, RandomHadamard) else None
     given = {field.name: getattr(form, field.name) for field in fields(Form)}
-    made, parts, levels = SlotForm(**given, rotates=rotation is not None), form.parts, _levels(form)
-    names = tuple(parts[part].name if part in parts else None for part in SlotForm.names)
+    written, levels = SlotForm(**given, rotates=rotation is not None), _levels(form)
+    read = replace(written, rule="", limit=math.inf)
     tables = levels if rotation is None else rotation.signs(device), (levels[1:] + levels[:-1]) / 2
-    return Slots(made, reason, encode_reason, names, *(x.to(device) for x in (*tables, levels)))
+    forms = None if reason else read, reason, None if encode_reason else written, encode_reason
+    return Slots(*forms, *(x.to(device) for x in (*tables, levels)))
 
 
-def places_of(source: SegmentSource, slots: Slots, batch: int, device: torch.device) -> Places:
+def places_of(source: SegmentSource, form: SlotForm, batch: int, device: torch.device) -> Places:
     """Return where slots lie, made once for a source; see `Places.of`."""
     key = f"triton:{batch}"
     found: Places | None = source.prepared.get(key)
     if found is None:
-        found = source.prepared[key] = Places.of(slots.names, [source], batch, device)
+        found = source.prepared[key] = Places.of(form, [source], batch, device)
     return found
 
 

@@ -17,10 +17,11 @@ from kvpact.methods.trellis_learning import TreatedKeys
 def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:
     """Decode packed tokens; parameters as of `Backend.decode`."""
     codec, known = slots.codec, slots_of(slots.codec, out.device)
-    form = known.known
+    form = known.form
+    assert form is not None, known.reason
     check_out(out, start, end, form.dim)
     batch, heads = out.shape[:2]
-    places = places_of(slots.source, known, batch, out.device)
+    places = places_of(slots.source, form, batch, out.device)
     if not out.numel():
         return
     tiles = -(-end // TILE) - start // TILE
@@ -30,7 +31,7 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     options: dict[str, Any] = {"num_warps": min(form.padded // 16, 8), "enable_fp_fusion": False}
     if isinstance(codec, TreatedKeys):
         blocks, device = len(codec.trellis.blocks), out.device
-        tables = key_tables(codec, codec.trellis, heads, device)
+        tables = key_tables(codec, heads, device)
         decode_keys[tiles * blocks, heads, batch](*where, *tables[:5], *rest, FORM=form, **options)
         return
     inverse = inverse and form.rotates

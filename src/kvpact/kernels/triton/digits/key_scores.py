@@ -136,15 +136,16 @@ def key_scores(
     """
     digits, unit, numbers, sums = queries
     codes, scale, zero = fields
+    KG: tl.constexpr = K.groups
     k = key_operand(codes, live, TABLE, 0, K, ORDER, KW, ASM)
     s = whole(tl.dot(k, digits[0], out_dtype=tl.int32)) * scales(scale, live, 0, ORDER)[:, None]
-    for group in tl.static_range(1, K.groups):
+    for group in tl.static_range(1, KG):
         k = key_operand(codes, live, TABLE, group, K, ORDER, KW, ASM)
         part = whole(tl.dot(k, digits[group], out_dtype=tl.int32))
         s += part * scales(scale, live, group, ORDER)[:, None]
     s *= unit[None, :]
     if K.has("zero"):
-        for group in tl.static_range(K.groups):
+        for group in tl.static_range(KG):
             zeros = zeros_of(zero, scale, live, group, K, ORDER)
             s += zeros[:, None] * sums[group][None, :]
     if K.has("shift"):

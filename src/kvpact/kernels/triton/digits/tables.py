@@ -14,8 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kvpact.kernels.triton.digits.levels import query_digits
 from kvpact.kernels.triton.digits.operands import channel_places, key_width, level_worth
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
-from kvpact.transforms import RandomHadamard
-from kvpact.transforms.base import Transform
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 4
@@ -39,7 +37,8 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 def table_words(slots: Slots) -> Tensor:
     """Return levels `[4, 4]` int32: four words, for each of four threads; signed ones' top bits."""
-    form, levels = slots.known, slots.levels
+    form, levels = slots.form, slots.levels
+    assert form is not None
     found = _tables.get(levels)
     if found is None:
         if form.kind == "linear" and not form.signed:
@@ -72,11 +71,10 @@ class Queries(NamedTuple):
     firsts: Tensor | None = None
 
 
-def queries_of(
-    q: Tensor, kv_heads: int, scale: float, transform: Transform, form: SlotForm, kw: int
-) -> Queries:
+def queries_of(q: Tensor, kv_heads: int, scale: float, slots: Slots, kw: int) -> Queries:
     """Return queries `[B, H_q, q_len, D]` without gaps in two digits each, and themselves."""
-    batch, q_heads, queries, dim = q.shape
+    form, (batch, q_heads, queries, dim) = slots.form, q.shape
+    assert form is not None
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)
     span = form.groups * size
@@ -85,13 +83,11 @@ def queries_of(
     numbers = None
     if form.has("shift") or form.has("zero"):
         numbers = q.new_empty(batch, kv_heads, count, dim, dtype=torch.float32)
-    rotated = isinstance(transform, RandomHadamard)
-    signs = transform.signs(q.device) if isinstance(transform, RandomHadamard) else units
     query_digits[kv_heads, batch](
-        q, signs, _places(form, count, kw, q.device), digits, units,
+        q, slots.signs, _places(form, count, kw, q.device), digits, units,
         q.stride(0), q.stride(1), q.stride(2), queries, rows, kv_heads,
         scale * level_worth(form) * LOG2_E,
-        dim, power_of_two(max(dim, span)), count, size, span, rotated, numbers, scale * LOG2_E,
+        dim, power_of_two(max(dim, span)), count, size, span, form.rotates, numbers, scale * LOG2_E,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return Queries(digits, units, numbers)

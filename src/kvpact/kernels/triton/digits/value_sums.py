@@ -68,13 +68,14 @@ def value_sums(
     """
     codes, scale, zero = fields
     ORDER: tl.constexpr = V.bits
+    VG: tl.constexpr = V.groups
     weights = p * scales(scale, live, 0, ORDER)[:, None]
     top = tl.abs(weights)
-    for group in tl.static_range(1, V.groups):
+    for group in tl.static_range(1, VG):
         top = tl.maximum(top, tl.abs(p * scales(scale, live, group, ORDER)[:, None]))
     step = _step(top)
     sums = ()
-    for group in tl.static_range(V.groups):
+    for group in tl.static_range(VG):
         if group > 0:
             weights = p * scales(scale, live, group, ORDER)[:, None]
         v = value_operand(codes, live, TABLE, group, V, KW, ASM)

@@ -105,8 +105,8 @@ class TritonEncoder:
         if isinstance(prepared, dict):
             self._torch.write(prepared, source, start)
         elif prepared.numel():
-            slots, device = slots_of(self._codec, prepared.device), prepared.device
-            found = places_of(source, slots, len(prepared), device)
+            form, device = slots_of(self._codec, prepared.device).known, prepared.device
+            found = places_of(source, form, len(prepared), device)
             encode_at(self._codec, prepared, found, start)
 
 
@@ -173,8 +173,7 @@ def encode_trellis(
     `held`: `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
     """
     batch, heads, tokens, _ = x.shape
-    assert form.trellis is not None
-    tables = key_tables(codec, form.trellis, heads, x.device)
+    tables = key_tables(codec, heads, x.device)
     unit = max(form.group, TILE)
     count = max(_AT_A_TIME // (batch * heads * form.dim * unit), 1) * unit
     done = 0

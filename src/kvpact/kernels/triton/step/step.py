@@ -239,7 +239,7 @@ class TritonStep(StepRunner):
         if sources != self._sources:
             batch, device = sum(call.q.shape[0] for call in calls), calls[0].q.device
             self._slots = [
-                Places.of(slots_of(codec, device).names, side, batch, device)
+                Places.of(slots_of(codec, device).known, side, batch, device)
                 for codec, side in zip(self._codecs, zip(*sources, strict=True), strict=True)
             ]
         self._memory = [memory for _, _, k, v in rows for memory in (k[1], v[1])]

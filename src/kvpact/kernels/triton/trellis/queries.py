@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.formats.form import Trellis
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TreatedKeys
@@ -39,8 +38,10 @@ class KeyTables(NamedTuple):
 
 
 @once_for_codec
-def key_tables(codec: Codec, form: Trellis, heads: int, device: torch.device) -> KeyTables:
-    """Return the tables of a codec."""
+def key_tables(codec: Codec, heads: int, device: torch.device) -> KeyTables:
+    """Return the tables of a codec with a trellis."""
+    assert codec.form is not None and codec.form.trellis is not None
+    form = codec.form.trellis
     dim, count = sum(block.dim for block in form.blocks), len(form.blocks)
     cpu = torch.device("cpu")
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]

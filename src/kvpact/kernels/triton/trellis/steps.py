@@ -30,6 +30,36 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Planes of a width that lie together in words.
+
+    - `row`, `end`: their rows of words, as in `Plane`.
+    - `planes`: of each block that has bits, its plane; None for one that has none here.
+    """
+
+    width: int
+    row: int
+    end: int
+    planes: tuple[Plane | None, ...]
+
+
+def runs_of(form: Trellis, by_token: bool) -> tuple[Run, ...]:
+    """Return the runs of all blocks. `by_token`: whether a word holds codes of one token (K)."""
+    made: list[Run] = []
+    row = 0
+    for width, parts in plane_runs(tuple((block.dim, block.bits) for block in form.blocks)):
+        before, held = 0, dict[int, Plane]()
+        for index, shift, dim in parts:
+            held[index] = Plane(width, shift, row, before)
+            before += dim
+        end = row + (-(-before * width // WORD) if by_token else width)
+        having = [index for index, block in enumerate(form.blocks) if block.bits]
+        made.append(Run(width, row, end, tuple(map(held.get, having))))
+        row = end
+    return tuple(made)
+
+
+@dataclass(frozen=True)
 class TrellisSteps:
     """A block of channels, which are the steps of one trellis.
 
@@ -54,21 +84,14 @@ class TrellisSteps:
     unit: float
 
 
-def steps_of(form: Trellis, by_token: bool) -> tuple[TrellisSteps, ...]:
-    """Return the blocks that have bits. `by_token`: whether a word holds codes of one token (K)."""
-    held: dict[int, list[Plane]] = {}
-    row = 0
-    for width, parts in plane_runs(tuple((block.dim, block.bits) for block in form.blocks)):
-        before = 0
-        for index, shift, dim in parts:
-            held.setdefault(index, []).append(Plane(width, shift, row, before))
-            before += dim
-        row += -(-before * width // WORD) if by_token else width
+def steps_of(form: Trellis, runs: tuple[Run, ...]) -> tuple[TrellisSteps, ...]:
+    """Return the blocks that have bits."""
     made: list[TrellisSteps] = []
     begin = levels = 0
-    for index, block in enumerate(form.blocks):
+    for block in form.blocks:
         if block.bits:
-            low, *others = sorted(held[index], key=lambda plane: plane.shift)
+            held = [run.planes[len(made)] for run in runs]
+            low, *others = sorted(filter(None, held), key=lambda plane: plane.shift)
             width = planes(block.bits)[0] if block.bits > 1 else form.interleave
             words, rest = divmod(block.dim * width, WORD)
             high = others[0] if others else Plane()
