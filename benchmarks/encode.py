@@ -115,7 +115,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
         return run
 
     decoding = {}
-    if codec.packed_format():
+    if codec.form is not None and codec.form.kind:
         decoding = {"native": back("cpu"), "torch": back("torch")}
     both = (encoded, rounds_of(decoding, rounds) if decoding else {})
     place = {"spec": spec, "side": side, "dim": dim}

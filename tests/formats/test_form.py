@@ -104,8 +104,8 @@ def test_every_order_of_sides_is_native_as_in_torch_or_not_native(side, name, le
 
     made = FormCodec(Form(32, side, levels, ORDERS[name], "anything"), max_abs=1e4)
     native = name in NATIVE[side] and not (name == "scale and mean" and levels is GRID)
-    assert (made.packed_format() is not None) == native
-    assert made.encoding() is None
+    assert (made.form.kind != "") == native
+    assert made.form.encoder == ""
 
     class Any(Exact):
         def key_codec(self, dim, dtype):

@@ -32,5 +32,5 @@ def bound_of(spec: str, way: str = "few") -> float:
 
 def rounds_queries(codec: Codec) -> bool:
     """Return whether the CPU's kernels attend over such slots in whole numbers."""
-    form = codec.packed_format()
+    form = codec.form
     return whole_levels(codec) and (form.trellis is not None or form.bits in WHOLE_BITS)

@@ -30,10 +30,9 @@ from simd_levels import at_level, each_half, levels
 from kvpact import CacheGeometry, create_cache
 from kvpact.arithmetic import square_root
 from kvpact.errors import NonFiniteError
-from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder, magnitudes
+from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder, magnitudes, search_tree
 from kvpact.kernels.cpu.library import NativeLibrary, _load
 from kvpact.quantizers import uniform
 

@@ -70,7 +70,7 @@ def test_no_token_up_to_the_encoding_limit_is_beyond_the_range(options):
     worst[..., 0, 3], worst[..., 1, 3] = math.sqrt(64), -math.sqrt(64)
     x = made.transform.inverse(worst)
     assert x.abs().max() == pytest.approx(1, rel=1e-5)
-    x *= made.encoding().limit
+    x *= made.form.limit
     decoded = made.transform.inverse(made.decode(made.encode(x)))
     assert (decoded - x).norm() < 0.2 * x.norm()
     with pytest.raises(NonFiniteError):

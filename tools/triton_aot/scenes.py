@@ -15,7 +15,6 @@ from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_trellis
-from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.forms import Places, slots_of
 from kvpact.kernels.triton.step.step import Taker, TritonStep, sent_flags, take, taking_of
 
@@ -54,6 +53,7 @@ WIDE = (
 """What is compiled for other widths, too."""
 WIDTHS = (64, 96, 256)
 DTYPES = {torch.float16: "fp16", torch.float32: "fp32"}
+CPU = torch.device("cpu")
 """Of tokens, besides bf16."""
 
 
@@ -122,8 +122,8 @@ class Slot(NamedTuple):
     def taker(self, tokens: int) -> Taker:
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
-        names = tables_of(codec, x.device).names
-        slots = Places.of(names, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
+        form = slots_of(codec, x.device).known
+        slots = Places.of(form, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
         return Taker(codec, slots, taking_of(codec, x, (K_SIDE, V_SIDE)[self.value]))
 
     def decoding(self, inverse: bool) -> list[Launch]:
@@ -146,12 +146,12 @@ def encoding() -> Iterator[Scene]:
     """Iterate over what is encoded: prompts, single tokens, and tokens behind a captured step's."""
     for slot in slots():
         codec = side(slot.spec, slot.value, slot.dim)
-        if encode_reason(codec):
+        if slots_of(codec, CPU).encode_reason:
             continue
         counts = (max(codec.group, 64), codec.group)
         for tokens in dict.fromkeys(counts):
             yield Scene(f"encode {tokens} {slot.name}", partial(slot.encoding, tokens))
-        if tables_of(codec, torch.device("cpu")).form.trellis is not None and codec.group == 1:
+        if slots_of(codec, CPU).known.trellis is not None and codec.group == 1:
             yield Scene(f"encode 1 behind {slot.name}", partial(slot.behind, 1))
 
 
@@ -171,7 +171,7 @@ def taking() -> Iterator[Scene]:
     """Iterate over steps' tokens."""
     held = list(slots())
     for k, v in zip(held, held[len(held) // 2 :], strict=False):
-        if any(encode_reason(side(*slot[:3])) for slot in (k, v)):
+        if any(slots_of(side(*slot[:3]), CPU).encode_reason for slot in (k, v)):
             continue
         plain = k.dim == 128 and k.dtype is torch.bfloat16
         for tokens in (1, 4) if k.spec in WIDE and plain else (1,):
@@ -182,7 +182,7 @@ def decoding() -> Iterator[Scene]:
     """Iterate over what is decoded, rotated back and not."""
     for slot in slots():
         codec = side(slot.spec, slot.value, slot.dim)
-        if not slots_of(codec, torch.device("cpu")).reason:
+        if not slots_of(codec, CPU).reason:
             yield Scene(f"decode {slot.name}", partial(slot.decoding, True))
     for value in (False, True):
         slot = Slot(FORMATS[0], value)

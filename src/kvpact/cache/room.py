@@ -139,12 +139,12 @@ class Wait(NamedTuple):
 
 
 def _limit(stream: Stream) -> float:
-    codec, form = stream.codec, stream.plan.form
+    codec, limit = stream.codec, stream.plan.limit
     root = math.sqrt(stream.memory.tensor.shape[3] or 1)
     least = min(codec.max_abs, codec.max_norm) / root
     if codec.group > 1:
         return least
-    return min(least, HALF_MAX / root if form is None else form.limit)
+    return min(least, HALF_MAX / root if limit is None else limit)
 
 
 def go_down(layer: CacheLayer, tokens: int) -> None:

@@ -216,3 +216,15 @@ class GroupField(Field):
     def clear_from(self, storage: Tensor, start: int) -> None:
         """Zero the groups that begin at or behind `start`; a group that is cut stays."""
         storage[:, :, -(-start // self.tokens) :] = 0
+
+
+def base_fields(dim: int, center: int, first: bool) -> tuple[Field, ...]:
+    """Return the fields of bases: flags, and the mean of `center` tokens; see `methods.bases`."""
+    flags = (CodesField("base", 2, 1, "channel"),) if center or first else ()
+    if not center:
+        return flags
+    return (
+        *flags,
+        GroupField("mean", dim, center, torch.int8),
+        GroupField("mean_step", 1, center),
+    )

@@ -1,4 +1,4 @@
-"""One description of a stream of known pieces: its fields and what kernels are told follow from it.
+"""One description of a stream of known pieces: its fields follow from it, and kernels read it.
 
 A vector is what its codes stand for (`Levels`), changed by each of its `sides` in their order, and
 transformed back. With `kivi`, for one, `x ~ code * scale + zero`, where K's scale and zero are of a
@@ -11,15 +11,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kvpact.errors import RegistrationError
 from kvpact.formats.base import Field, Order
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.fields import CodesField, GroupField, TokenField
-from kvpact.formats.packed import PackedFormat
+from kvpact.formats.fields import CodesField, GroupField, TokenField, base_fields
 from kvpact.units import TILE
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,6 +34,7 @@ RULES_OF: dict[str, dict[str, tuple[tuple[tuple[str, str, bool], ...], ...]]] = 
     "absmax": {"grid": ((_SCALE,),), "float": ((), (_SCALE,))},
     "minmax": {"grid": ((_SCALE, _ZERO), (_GROUP_SCALE, _GROUP_ZERO))},
     "balance": {"grid": ((_GROUP_SCALE, _GROUP_ZERO, _BALANCE), (_SCALE, _ZERO, _GROUP_BALANCE))},
+    "trellis": {"trellis": ((),)},
     **{rule: {"book": ((_SCALE,), (_SCALE, _GROUP_MEAN))} for rule in CODEBOOK_RULES},
 }
 """The rules of kvpact: for each kind of levels, which sides they choose, in which order."""
@@ -46,10 +46,49 @@ _ORDERS = {
 }
 """Sides in an order that kernels know: of a token, or of a group of tokens."""
 
+_PARTS = {"mul t": "scale", "add t": "zero", "mul g": "fold", "add g": "shift"}
+_ENCODERS = {
+    ("grid", "absmax"): "symmetric",
+    ("grid", "minmax"): "affine",
+    ("grid", "balance"): "balanced",
+    ("float", "absmax"): "float8",
+    ("trellis", "trellis"): "trellis",
+    **{("book", rule): "codebook" for rule in CODEBOOK_RULES},
+}
+
 
 def _require(good: bool, what: str, wanted: str) -> None:
     if not good:
         raise RegistrationError(f"{what} should be {wanted}; see kvpact.formats.form")
+
+
+@dataclass(frozen=True)
+class TrellisBlock:
+    """Channels with a trellis, and a rotation with signs of `seed`; without `bits` all are zero."""
+
+    dim: int
+    bits: int
+    states: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """A vector: less its base, times its weights, in the order of its blocks.
+
+    Weights, order, deviations and the first key are the codec's `state()`, by these names and per
+    KV head; what is not there is 1, the order of channels, 1, or 0. The scale has 8 bits.
+
+    - `codes`: of a vector, which a short one is filled up to.
+    - `interleave`: bits of the wider codes that kernels make of codes (see `formats.bitpack`).
+    - `center`: tokens that share a mean, 0 for none; `first`: whether the first key is a base.
+    """
+
+    blocks: tuple[TrellisBlock, ...]
+    codes: int
+    interleave: int
+    center: int = 0
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,47 +97,48 @@ class Levels:
 
     Parameters
     ----------
-    kind : {"grid", "book", "float", "raw"}
+    kind : {"grid", "book", "float", "raw", "trellis"}
         The code less `zero_code`; `values` times `unit`, by code; an 8-bit floating-point number;
-        no code, but the number itself.
+        no code, but the number itself; a step of a `trellis`.
     bits : int
         Width of a code.
     values : tuple of float
-        Of a book: `2**bits`, ascending, symmetric and without 0. Kernels multiply whole numbers
-        from -128 to 127 exactly, in integers.
+        Of a book: `2**bits`; ascending, symmetric and without 0 where kvpact's rules choose them.
+        Kernels multiply whole numbers from -128 to 127 exactly, in integers.
     unit : float
         What a value of 1 is worth.
     zero_code : int
         Of a grid.
     number : str
         ``e4m3`` or ``e5m2`` of floats; ``fp16``, ``bf16`` or ``fp32`` of raw numbers.
+    trellis : Trellis or None
+        Whose codes they are.
     """
 
-    kind: Literal["grid", "book", "float", "raw"]
+    kind: Literal["grid", "book", "float", "raw", "trellis"]
     bits: int
     values: tuple[float, ...] = ()
     unit: float = 1.0
     zero_code: int = 0
     number: str = ""
+    trellis: Trellis | None = None
 
     def check(self) -> None:
         """Raise `RegistrationError` unless there are such levels."""
         kind, bits, values = self.kind, self.bits, self.values
-        _require(
-            kind in ("grid", "book", "float", "raw"), f"levels of kind {kind!r}", "one of four"
-        )
+        known = ("grid", "book", "float", "raw", "trellis")
+        _require(kind in known, f"levels of kind {kind!r}", f"one of {', '.join(known)}")
+        given = (kind == "trellis") == (self.trellis is not None)
+        _require(given, f"levels of kind {kind!r}", "beside a trellis if they are those of one")
         if kind == "grid":
             _require(2 <= bits <= 8, f"a grid of {bits} bits", "of 2 to 8")
             _require(0 <= self.zero_code < 1 << bits, f"zero_code={self.zero_code}", "a code")
         elif kind == "book":
             _require(1 <= bits <= 8 and len(values) == 1 << bits, "the values of a book", "2**bits")
-            rising = all(a < b for a, b in pairwise(values))
-            even = all(a == -b != 0 for a, b in zip(values, reversed(values), strict=True))
-            _require(rising and even, "a book", "ascending, symmetric and without 0")
         elif kind == "float":
             good = self.number in ("e4m3", "e5m2") and bits == 8
             _require(good, f"floats {self.number!r} of {bits} bits", "e4m3 or e5m2, of 8")
-        else:
+        elif kind == "raw":
             dtype = DTYPES.get(self.number)
             good = dtype is not None and bits == 8 * dtype.itemsize
             _require(good, f"raw numbers {self.number!r} of {bits} bits", "fp16, bf16 or fp32")
@@ -192,8 +232,23 @@ class Form:
             kinds = ", ".join(RULES_OF[self.rule])
             _require(wanted is not None, what, f"for one of: {kinds}")
             _require(found in (wanted or ()), f"{what} with sides {found}", f"one of {wanted}")
+            values = levels.values
+            rising = all(a < b for a, b in pairwise(values))
+            even = all(a == -b != 0 for a, b in zip(values, reversed(values), strict=True))
+            _require(rising and even, "a book", "ascending, symmetric and without 0")
             one = levels.kind != "grid" or self.rule == "balance"
-            _require(not (one and self.channels), f"{what} with channels", "one scale per token")
+            wide = any(side.channels for side in sides)
+            _require(not (one and wide), f"{what} with channels", "one scale per token")
+
+    @property
+    def bits(self) -> int:
+        """Width of a code, the widest ones of a trellis."""
+        return self.levels.bits
+
+    @property
+    def trellis(self) -> Trellis | None:
+        """The trellis whose codes they are."""
+        return self.levels.trellis
 
     @property
     def codes(self) -> str:
@@ -201,87 +256,145 @@ class Form:
         return "values" if self.levels.kind == "raw" else "codes"
 
     @property
+    def in_words(self) -> bool:
+        """Whether codes are packed into words, in their `order`."""
+        return self.levels.kind not in ("float", "raw")
+
+    @cached_property
     def group(self) -> int:
         """Tokens that are encoded together; 1 for none."""
-        return max((side.tokens for side in self.sides), default=1)
+        center = self.trellis.center if self.trellis else 0
+        return max((side.tokens for side in self.sides), default=center or 1)
 
-    @property
+    @cached_property
     def channels(self) -> int:
-        """Channels that share a scale; 0 for all."""
-        return max((side.channels for side in self.sides), default=0)
+        """Channels that share a scale."""
+        return min(max((side.channels for side in self.sides), default=0) or self.dim, self.dim)
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """What is stored: codes, then sides."""
-        kind, bits = self.levels.kind, self.levels.bits
-        codes: Field
-        if kind in ("float", "raw"):
-            dtype = torch.uint8 if kind == "float" else DTYPES[self.levels.number]
-            codes = TokenField(self.codes, self.dim, dtype, "codes")
-        else:
-            codes = CodesField(self.codes, bits, self.dim, self.order)
-        return (codes, *map(self._field, self.sides))
+        levels, codes = self.levels, self.codes
+        if levels.trellis is not None:
+            known = levels.trellis
+            blocks = tuple((block.dim, block.bits) for block in known.blocks)
+            several = blocks if len(blocks) > 1 else ()
+            return (
+                CodesField(codes, levels.bits, known.codes, self.order, known.interleave, several),
+                TokenField("scale", 1, torch.uint8),
+                *base_fields(self.dim, known.center, known.first),
+            )
+        sides = map(self._field, self.sides)
+        if self.in_words:
+            return (CodesField(codes, levels.bits, self.dim, self.order), *sides)
+        dtype = torch.uint8 if levels.kind == "float" else DTYPES[levels.number]
+        return (TokenField(codes, self.dim, dtype, "codes"), *sides)
 
     def _field(self, side: Side) -> Field:
         if side.tokens > 1:
             return GroupField(side.name, self.dim, side.tokens)
         return TokenField(side.name, -(-self.dim // (side.channels or self.dim)))
 
-    def _name(self, op: str, by_token: bool) -> str | None:
-        """Return the name of the side that does this, per token or per group; None for none."""
-        found = (x.name for x in self.sides if x.op == op and (x.tokens == 1) == by_token)
-        return next(found, None)
+    @cached_property
+    def parts(self) -> dict[str, Field]:
+        """Fields by their parts in decoding: ``codes``, and whichever of these there are.
+
+        With `level` the number that a code stands for, a vector is, K and V alike::
+
+            scale[token, channel group] * level + zero[token, channel group]
+
+        or, with numbers per channel and group of tokens::
+
+            K: scale[token] * (fold * level + shift)    if `shift_scaled`
+            K: scale[token] * (fold * level) + shift    otherwise
+            V: fold * (scale[token] * level + zero[token])
+
+        Of a trellis also ``base``, ``mean`` and ``step``.
+        """
+        names = ["scale", "base", "mean", "step"]
+        if self.trellis is None:
+            names = [_PARTS[op] for op in self._ops]
+        # Of two sides alike it is the first.
+        return dict(reversed([*zip(["codes", *names], self.fields, strict=False)]))
 
     @cached_property
-    def packed_format(self) -> PackedFormat | None:
-        """How kernels decode the slots; None where they know no such order of sides."""
-        ops = tuple(f"{side.op} {'t' if side.tokens == 1 else 'g'}" for side in self.sides)
-        if ops not in _ORDERS[self.order] or (self.group > 1 and self.channels):
-            return None
-        if ops == ("mul t", "add g") and self.levels.kind == "grid":
-            return None  # what kernels take off a grid's codes is not multiplied there
-        levels = self.levels
-        kind: Any = levels.number
-        names: dict[str, Any] = {
-            "scale": self._name("mul", True),
-            "zero": self._name("add", True),
-            "fold": self._name("mul", False),
-            "shift": self._name("add", False),
-            "channels": self.channels,
-            "group": 0 if self.group == 1 else self.group,
-            "shift_scaled": ops == ("mul g", "add g", "mul t"),
-        }
+    def _ops(self) -> tuple[str, ...]:
+        return tuple(f"{side.op} {'t' if side.tokens == 1 else 'g'}" for side in self.sides)
+
+    @property
+    def shift_scaled(self) -> bool:
+        """Whether the scale of a token multiplies the shift of its group, too."""
+        return self._ops == ("mul g", "add g", "mul t")
+
+    @cached_property
+    def kind(self) -> str:
+        """How kernels decode; "" where they know no such order of sides.
+
+        ``table``, ``linear``: codes index `numbers`, or the first of them is added to codes;
+        ``raw``, ``e4m3``, ``e5m2``: there are no codes but numbers; ``trellis``.
+        """
+        levels, ops = self.levels, self._ops
+        blocks = self.group > 1 and any(side.channels for side in self.sides)
+        if blocks or ops not in _ORDERS[self.order]:
+            return ""
         if levels.kind == "grid":
+            if ops == ("mul t", "add g"):
+                return ""  # what kernels take off a grid's codes is not multiplied there
             # Up to 16 levels fit into the table of one vector register; more are computed: they are
             # added to 2**23, where fp32 has no fractions.
-            kind = "table" if levels.bits <= 4 else "linear"
-            middle, count = 0.0, 1 << levels.bits
-            if any(side.op == "add" for side in self.sides):
-                middle = (count - 1) / 2 if kind == "table" else count / 2
-            numbers = tuple(float(code - (middle or levels.zero_code)) for code in range(count))
-            return PackedFormat(kind, levels.bits, numbers, middle=middle, **names)
-        if levels.kind == "book":
-            return PackedFormat("table", levels.bits, levels.values, unit=levels.unit, **names)
-        if levels.kind == "raw":
-            return PackedFormat("raw", levels.bits, codes=self.codes, **names)
-        return PackedFormat(kind, levels.bits, **names)
+            return "table" if levels.bits <= 4 else "linear"
+        return {"book": "table", "float": levels.number}.get(levels.kind, levels.kind)
 
     @cached_property
-    def encoding(self) -> Encoding | None:
-        """How kernels encode; None where none knows the rule for such levels."""
-        levels, group = self.levels, self.group  # sides are those of the rule: it was checked
-        bits, limit, channels = levels.bits, self.limit, self.channels
-        what = levels.kind, self.rule
-        if what == ("grid", "absmax"):
-            return Encoding("symmetric", bits, limit, channels=channels)
-        if what == ("grid", "minmax"):
-            kind: Literal["affine", "channel"] = "affine" if group == 1 else "channel"
-            return Encoding(kind, bits, limit, group=group, channels=channels)
-        if what == ("grid", "balance"):
-            return Encoding("balanced", bits, limit, group=group)
-        if what == ("float", "absmax"):
-            return Encoding("float8", bits, limit, levels.number)
-        if levels.kind == "book" and self.rule in CODEBOOK_RULES:
-            book = torch.tensor(levels.values, dtype=torch.float32, device="cpu") * levels.unit
-            return Encoding("codebook", bits, limit, self.rule, group, levels=tuple(book.tolist()))
-        return None
+    def encoder(self) -> str:
+        """How kernels encode, to the bit as the rule does; "" where none knows it.
+
+        ``codebook``: levels of a book; ``symmetric``, ``affine``, ``channel``: GGUF's integers, or
+        integers with a zero point, per token or per channel and group of tokens; ``float8``;
+        ``balanced``: KVarN's tiles; ``trellis``.
+        """
+        found = _ENCODERS.get((self.levels.kind, self.rule), "")
+        return "channel" if found == "affine" and self.group > 1 else found
+
+    @property
+    def middle(self) -> float:
+        """What is taken off a grid's codes where a side is added.
+
+        A grid that begins at its least number would lose bits where sums cancel.
+        """
+        if self.levels.kind != "grid" or not any(side.op == "add" for side in self.sides):
+            return 0.0
+        count = 1 << self.bits
+        return (count - 1) / 2 if self.kind == "table" else count / 2
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """What codes stand for, in units and less `middle`; empty where kernels need no levels."""
+        if self.levels.kind != "grid":
+            return self.levels.values
+        least = self.middle or self.levels.zero_code
+        return tuple(float(code - least) for code in range(1 << self.bits))
+
+    @property
+    def points(self) -> Tensor:
+        """Numbers times the unit, fp32 on the CPU; a zero where there are none."""
+        numbers = self.numbers or (0.0,)
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu") * self.levels.unit
+
+    @cached_property
+    def unit(self) -> float:
+        """What numbers are whole numbers of 8 bits of, or 0.0; grids around a middle have halves.
+
+        Kernels multiply such numbers exactly, in integers.
+        """
+        for parts in (1, 2):
+            whole = [parts * number for number in self.numbers]
+            if whole and all(float(x).is_integer() and -128 <= x <= 127 for x in whole):
+                return self.levels.unit / parts
+        return 0.0
+
+    @cached_property
+    def signed(self) -> bool:
+        """Whether a code is its number in two's complement, but for its top bit."""
+        half = len(self.numbers) // 2
+        return bool(half) and self.numbers == tuple(range(-half, half))

@@ -39,8 +39,8 @@ def surely_stored(plan: StreamPlan, dim: int) -> float:
     codec = plan.codec
     if codec.exact and codec.max_abs == math.inf:
         return math.inf
-    most = min(codec.max_abs, codec.max_norm, HALF_MAX if plan.form is None else math.inf)
-    return min(most / math.sqrt(dim), math.inf if plan.form is None else plan.form.limit)
+    most = min(codec.max_abs, codec.max_norm, HALF_MAX if plan.limit is None else math.inf)
+    return min(most / math.sqrt(dim), math.inf if plan.limit is None else plan.limit)
 
 
 def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -> None:
@@ -59,11 +59,11 @@ def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -
         codec.check_range(x, size)
     if codec.group > 1 or start >= x.shape[2]:
         return
-    limit = HALF_MAX / math.sqrt(dim) if plan.form is None else plan.form.limit
+    limit = HALF_MAX / math.sqrt(dim) if plan.limit is None else plan.limit
     if known and size <= limit:
         return
     waiting = x[:, :, start:]
-    if codec.ready and (known or plan.form is None):
+    if codec.ready and (known or plan.limit is None):
         codec.encode(waiting.to(torch.float32))  # it decides, and names what it can't hold
     else:
         message = f"a number is beyond the {limit:.6g} that this method can surely hold"

@@ -186,8 +186,9 @@ class Compute:
 
 
 class StreamPlan:
-    """Who encodes and decodes one stream; `form`: how, where compiled code can.
+    """Who encodes and decodes one stream.
 
+    `limit`: the largest magnitude that compiled code surely encodes; None where there is none.
     `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
     """
 
@@ -203,7 +204,8 @@ class StreamPlan:
         compute.note("encode", self._encode, why_encode)
         compute.note("decode", self._decode, why_decode)
         self.encoder: Encoder = self._encode.encoder(codec)
-        self.form = codec.encoding()
+        form = codec.form
+        self.limit = form.limit if form is not None and form.encoder else None
         self._rest = TorchEncoder(codec)
 
     def for_codec(self, codec: Codec) -> StreamPlan:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from kvpact.errors import NonFiniteError, RegistrationError, SpecError
 from kvpact.formats import Field, Order
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat
+from kvpact.formats.form import Form
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.context import Context
 from kvpact.quantizers.checks import checks_are_deferred, require
@@ -48,6 +47,9 @@ class Codec(ABC):
     rotation : KeyRotation or None
         Keys are encoded as they are before this rotation by their positions; the codec's own
         transform is none then.
+    form : Form or None
+        What kernels are told of `encode` and `decode`, which remain the definition; None where they
+        are torch's alone. Its fields are the codec's.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever stands beside it in its group. A codec with groups encodes later than its tokens
@@ -71,8 +73,7 @@ class Codec(ABC):
     rotation: KeyRotation | None = None
     max_abs: float = math.inf
     max_norm: float = math.inf
-    _packed_format: PackedFormat | None = None
-    _encoding: Encoding | None = None
+    form: Form | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse a class that compares by value."""
@@ -135,14 +136,6 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, arrays: Arrays) -> Tensor:
         """Return the transformed vectors, `[B, H, T, D]` fp32, of what `encode` returned."""
-
-    def packed_format(self) -> PackedFormat | None:
-        """Return how compiled kernels decode the slots; None where only `decode` can."""
-        return self._packed_format
-
-    def encoding(self) -> Encoding | None:
-        """Return how compiled kernels encode; None where only `encode` can."""
-        return self._encoding
 
     def state(self) -> dict[str, Tensor]:
         """Return what the codec has learnt from tokens (see `methods.fitted`); mostly nothing."""

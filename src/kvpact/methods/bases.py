@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, tree_sum
-from kvpact.formats import CodesField, Field, GroupField
+from kvpact.formats.fields import base_fields
 from kvpact.methods.base import Arrays
 from kvpact.methods.context import Context
 from kvpact.quantizers.numbers import half
@@ -29,13 +29,7 @@ class Bases:
 
     def __init__(self, dim: int, center: int, first: bool) -> None:
         self._center, self._first = center, first
-        fields: list[Field] = []
-        if center or first:
-            fields.append(CodesField("base", 2, 1, "channel"))
-        if center:
-            fields.append(GroupField("mean", dim, center, torch.int8))
-            fields.append(GroupField("mean_step", 1, center))
-        self.fields = tuple(fields)
+        self.fields = base_fields(dim, center, first)
 
     def choose(
         self, x: Tensor, first: Tensor, weight: Tensor, frozen: Arrays | None

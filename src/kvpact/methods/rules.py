@@ -1,7 +1,7 @@
 """Rules: how codes and sides of a `Form` are chosen; and the codec that a form and a rule make.
 
 A rule is a function of a form, transformed tokens and the sides of a group that was cut. Kernels
-know those below and KVarN's by their names (`Form.encoding`); another one is computed by torch.
+know those below and KVarN's by their names (`Form.encoder`); another one is computed by torch.
 """
 
 from __future__ import annotations
@@ -60,19 +60,18 @@ class FormCodec(Codec):
             raise RegistrationError(
                 f"no rule {form.rule!r}: decorate it with @rule. Known: {known}"
             )
-        self.form, self.transform = form, transform
-        self.fields, self.group = form.fields, form.group
-        self._packed_format, self._encoding = form.packed_format, form.encoding
+        self.form = self._form = form
+        self.fields, self.group, self.transform = form.fields, form.group, transform
         self.max_abs, self.max_norm = max_abs, max_norm
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Transform, and apply the rule."""
-        return RULES[self.form.rule](self.form, self.transform.forward(x), frozen)
+        return RULES[self._form.rule](self._form, self.transform.forward(x), frozen)
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo all but the transform: levels, then the sides in their order."""
-        y = numbers_of(self.form.levels, arrays[self.form.codes])
-        for side in self.form.sides:
+        y = numbers_of(self._form.levels, arrays[self._form.codes])
+        for side in self._form.sides:
             y = applied(side, y, arrays[side.name])
         return y
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
-from kvpact.formats import CodesField, Order, TokenField
+from kvpact.formats import Order
 from kvpact.formats.bitpack import WORD, Blocks, planes
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat, TrellisBlock, TrellisForm
+from kvpact.formats.form import Form, Levels, Trellis, TrellisBlock
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import trellis
 from kvpact.quantizers.numbers import from_e5m3, to_e5m3
@@ -47,40 +45,32 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
     return places(dim, bits, interleave, device).argsort()
 
 
-class TrellisVectors:
-    """Codes and a scale of rotated vectors, in blocks of channels with trellises of their own.
+def trellis_of(
+    blocks: Blocks, states: int, seed: int = 0, center: int = 0, first: bool = False
+) -> Trellis:
+    """Return a trellis by its blocks' channels and bits; without bits they are zeros.
 
-    - `blocks`: channels and bits of each; without bits zeros. `order`: ``channel`` for one block.
-    - `seed`: of the first block's rotation; the others' follow. `center`: tokens of a mean, or 0.
+    `seed`: of the first block's rotation; the others' follow. `center`, `first`: as in `Trellis`.
     """
+    made = tuple(
+        TrellisBlock(dim, bits, trellis.states_of(dim, states), seed + i)
+        for i, (dim, bits) in enumerate(blocks)
+    )
+    # A vector has to be longer than the memory of the trellis.
+    codes = sum(max(dim, trellis.LEAST) for dim, _ in blocks)
+    return Trellis(made, codes, 4 if max(bits for _, bits in blocks) <= 3 else 8, center, first)
 
-    def __init__(
-        self, blocks: Blocks, states: int, order: Order, seed: int = 0, center: int = 0
-    ) -> None:
-        self._widths = [dim for dim, _ in blocks]
-        if len(blocks) == 1:
-            # A vector has to be longer than the memory of the trellis.
-            blocks = ((max(blocks[0][0], trellis.LEAST), blocks[0][1]),)
-        self.blocks, self.states, self._order = blocks, states, order
-        bits = max(bits for _, bits in blocks)
-        self.interleave = 4 if bits <= 3 else 8
-        held = sum(dim for dim, _ in blocks)
-        several = blocks if len(blocks) > 1 else ()
-        codes = CodesField("codes", bits, held, order, self.interleave, several)
-        self.fields = (codes, TokenField("scale", 1, torch.uint8))
-        self.rotations = [RandomHadamard(dim, seed + i) for i, dim in enumerate(self._widths)]
-        parts = zip(self.rotations, blocks, strict=True)
-        self.form = TrellisForm(
-            tuple(
-                TrellisBlock(part.dim, bits, trellis.states_of(part.dim, states), part.seed)
-                for part, (_, bits) in parts
-            ),
-            self.interleave,
-            center,
-        )
-        known: Any = {"group": center or 1, "trellis": self.form}
-        self.packed_format = PackedFormat("trellis", bits, scale="scale", trellis=self.form)
-        self.encoding = Encoding("trellis", bits, LARGEST_TOKEN, **known)
+
+class TrellisVectors:
+    """Codes and a scale of rotated vectors; `order`: ``channel`` for one block."""
+
+    def __init__(self, known: Trellis, order: Order) -> None:
+        self._trellis = known
+        self.rotations = [RandomHadamard(block.dim, block.seed) for block in known.blocks]
+        self.widths = [block.dim for block in known.blocks]
+        self._codes = [max(dim, trellis.LEAST) for dim in self.widths]
+        levels = Levels("trellis", max(block.bits for block in known.blocks), trellis=known)
+        self.form = Form(sum(self.widths), order, levels, (), "trellis", LARGEST_TOKEN)
 
     def encode(self, y: Tensor) -> dict[str, Tensor]:
         """Return the arrays of vectors `[..., D]` fp32."""
@@ -90,31 +80,31 @@ class TrellisVectors:
         empty = scale == 0
         safe = torch.where(empty, torch.ones_like(n), n)
         codes = []
-        for part, (dim, bits) in zip(torch.split(y, self._widths, -1), self.blocks, strict=True):
-            if not bits:
+        parts = torch.split(y, self.widths, -1)
+        for part, block, dim in zip(parts, self._trellis.blocks, self._codes, strict=True):
+            if not block.bits:
                 codes.append(torch.zeros_like(part, dtype=torch.uint8))
                 continue
-            z = part * (torch.ones_like(safe) / (safe * trellis.UNITS[bits]))
-            z = torch.nn.functional.pad(z, (0, dim - part.shape[-1]))
-            found = trellis.encode(z, bits, trellis.states_of(dim, self.states))
-            if self._order == "token":
-                found = found[..., places(dim, bits, self.interleave, y.device)]
+            z = part * (torch.ones_like(safe) / (safe * trellis.UNITS[block.bits]))
+            z = torch.nn.functional.pad(z, (0, dim - block.dim))
+            found = trellis.encode(z, block.bits, block.states)
+            if self.form.order == "token":
+                found = found[..., places(dim, block.bits, self._trellis.interleave, y.device)]
             codes.append(found)
         return {"codes": torch.cat(codes, -1).masked_fill(empty, 0), "scale": scale}
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo `encode`: `[..., D]` fp32."""
         n, out = from_e5m3(arrays["scale"]), []
-        parts = torch.split(arrays["codes"], [dim for dim, _ in self.blocks], -1)
-        for codes, (dim, bits), width in zip(parts, self.blocks, self._widths, strict=True):
-            if not bits:
+        parts = torch.split(arrays["codes"], self._codes, -1)
+        for codes, block, dim in zip(parts, self._trellis.blocks, self._codes, strict=True):
+            if not block.bits:
                 out.append(torch.zeros_like(codes, dtype=torch.float32))
                 continue
-            if self._order == "token":
-                codes = codes[..., steps(dim, bits, self.interleave, codes.device)]
-            states = trellis.states_of(dim, self.states)
-            levels = trellis.lookup(codes, bits, states) * trellis.UNITS[bits]
-            out.append(levels[..., :width])
+            if self.form.order == "token":
+                codes = codes[..., steps(dim, block.bits, self._trellis.interleave, codes.device)]
+            levels = trellis.lookup(codes, block.bits, block.states) * trellis.UNITS[block.bits]
+            out.append(levels[..., : block.dim])
         return torch.cat(out, -1) * n
 
 
@@ -122,10 +112,9 @@ class TrellisCodec(Codec):
     """One stream, rotated as a whole. `dim`, `bits`, `states`, `seed`: as in `Trellis`."""
 
     def __init__(self, dim: int, bits: int, states: int, order: Order, seed: int = 0) -> None:
-        self._vectors = TrellisVectors(((dim, bits),), states, order, seed)
+        self._vectors = TrellisVectors(trellis_of(((dim, bits),), states, seed), order)
         (self.transform,) = self._vectors.rotations
-        self.fields, self.form = self._vectors.fields, self._vectors.form
-        self._packed_format, self._encoding = self._vectors.packed_format, self._vectors.encoding
+        self.form, self.fields = self._vectors.form, self._vectors.form.fields
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Rotate, choose the scale, find the codes."""

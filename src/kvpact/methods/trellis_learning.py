@@ -6,17 +6,19 @@ Learnt are the first key, weights of channels, their order, and deviations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import NonFiniteError
+from kvpact.formats.form import Trellis
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.bases import LEARNT_FROM, Bases, first_key
 from kvpact.methods.context import Context, mean_over_tokens
 from kvpact.methods.fitted import Calibrating, KeysThatLearn
-from kvpact.methods.trellis_codec import LARGEST_TOKEN, TrellisVectors
+from kvpact.methods.trellis_codec import LARGEST_TOKEN, TrellisVectors, trellis_of
 from kvpact.quantizers.checks import require
 from kvpact.quantizers.numbers import half
 
@@ -54,18 +56,17 @@ class TreatedKeys(Codec):
     ) -> None:
         learnt = max(LEARNT_FROM, center)
         self._dim, self._state = dim, {}
-        self._center, self._first, self.weighted, self.sorted = center, first, weights, blocks
+        self.weighted, self.sorted = weights, blocks
         self.group = center or learnt
         self.learns_from = learnt if weights or blocks or first else 0
-        self.blocks = quarters(dim, bits) if blocks else ((dim, bits),)
-        self._store(TrellisVectors(self.blocks, states, "token", seed, center), center)
+        held = quarters(dim, bits) if blocks else ((dim, bits),)
+        self._store(trellis_of(held, states, seed, center, first))
 
-    def _store(self, vectors: TrellisVectors, center: int) -> None:
-        """Store vectors like those, and bases beside them."""
-        self._vectors, self.form = vectors, vectors.form
-        self._packed_format, self._encoding = vectors.packed_format, vectors.encoding
-        self._bases = Bases(self._dim, center, self._first)
-        self.fields = (*vectors.fields, *self._bases.fields)
+    def _store(self, known: Trellis) -> None:
+        """Store vectors of a trellis, and bases beside them."""
+        self.trellis, self._vectors = known, TrellisVectors(known, "token")
+        self._bases = Bases(self._dim, known.center, known.first)
+        self.form, self.fields = self._vectors.form, self._vectors.form.fields
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Choose bases, weigh, sort, rotate; find the codes."""
@@ -78,7 +79,7 @@ class TreatedKeys(Codec):
 
     def _first_key(self, x: Tensor) -> Tensor:
         """Return the first key, `[H, D]` fp32; zero where it is no base."""
-        if not self._first:
+        if not self.trellis.first:
             return x.new_zeros(x.shape[1], self._dim)
         return self._state["first"].to(torch.float32)
 
@@ -86,7 +87,7 @@ class TreatedKeys(Codec):
         """Sort channels into blocks; rotate each and divide it by its deviation."""
         if "order" in self._state:
             y = y.gather(-1, self._order(y))
-        parts = list(torch.split(y, [width for width, _ in self.blocks], -1))
+        parts = list(torch.split(y, self._vectors.widths, -1))
         parts = [
             rotation.forward(part)
             for rotation, part in zip(self._vectors.rotations, parts, strict=True)
@@ -106,7 +107,7 @@ class TreatedKeys(Codec):
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo it all."""
         y = self._vectors.decode(arrays)
-        parts = list(torch.split(y, [width for width, _ in self.blocks], -1))
+        parts = list(torch.split(y, self._vectors.widths, -1))
         if "deviation" in self._state:
             parts = [part * size for part, size in zip(parts, self._deviations(), strict=True)]
         parts = [
@@ -133,11 +134,11 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
 
     def state_fields(self) -> dict[str, tuple[int, torch.dtype]]:
         """Return what is learnt: first key, weights, order and deviations."""
-        found = {"first": (self._dim, torch.float16)} if self._first else {}
+        found = {"first": (self._dim, torch.float16)} if self.trellis.first else {}
         if self.weighted or self.sorted:
             found["weight"] = self._dim, torch.float16
             found["order"] = self._dim, torch.int16
-            found["deviation"] = len(self.blocks), torch.float16
+            found["deviation"] = len(self.trellis.blocks), torch.float16
         return found
 
     def calibrated(self, x: Tensor, known: Calibrating) -> TrellisKeyCodec:
@@ -153,7 +154,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         self, state: Mapping[str, Tensor], first: Callable[[], Tensor], context: Context
     ) -> TrellisKeyCodec:
         """Return a codec with what one of other bits learnt; new blocks have new deviations."""
-        if "order" not in state or state["deviation"].shape[1] == len(self.blocks):
+        if "order" not in state or state["deviation"].shape[1] == len(self.trellis.blocks):
             return self.restore(state)
         x = context.ordinary(first().to(torch.float32), self.group)
         weight, base = state["weight"].to(torch.float32), self.with_state(state)._first_key(x)
@@ -164,15 +165,14 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
     @property
     def has_single(self) -> bool:
         """Whether there is a codec of single tokens: slots have a flag of bases without means."""
-        return self._first or not self._center
+        return self.trellis.first or not self.trellis.center
 
     def singly(self) -> TrellisKeyCodec:
         """Return a codec of single tokens in slots that this one reads, too: no base is a mean."""
         assert self.has_single
         other = self.with_state(self._state)
-        vectors, other._center, other.group = self._vectors, 0, 1
-        seed = vectors.rotations[0].seed
-        other._store(TrellisVectors(self.blocks, vectors.states, "token", seed), 0)
+        other.group = 1
+        other._store(replace(self.trellis, center=0))
         return other
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
@@ -183,7 +183,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         counted = context.counted(x)
         state: dict[str, Tensor] = {}
         first = x.new_zeros(heads, dim)
-        if self._first:
+        if self.trellis.first:
             state["first"] = first_key(x, context)
             first = state["first"].to(torch.float32)
         if whole:
@@ -222,7 +222,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         spread = (weight.square() * energy_k).gather(-1, order)
         deviation = [
             square_root(divide(tree_sum(part), float(part.shape[-1])))
-            for part in torch.split(spread, [width for width, _ in self.blocks], -1)
+            for part in torch.split(spread, self._vectors.widths, -1)
         ]
         deviations = torch.cat(deviation, -1)
         deviations = deviations / deviations.amin(-1, keepdim=True)

@@ -79,7 +79,7 @@ class TurboQuantCodec(FormCodec):
         if center:
             self.max_norm = self._longest(residual_signs)
         if residual_signs:
-            self._packed_format = self._encoding = None  # kernels know no QJL
+            self.form = None  # kernels know no QJL
             self._sketch = RandomHadamard(dim, seed + 1)
             signs = CodesField("signs", 1, dim, order), TokenField("residual_norm", 1)
             self.fields = (*self.fields, *signs)
@@ -100,10 +100,10 @@ class TurboQuantCodec(FormCodec):
         """Rotate, take the mean out, round to levels, choose the scale; then QJL of the rest."""
         if not self.has_bias:
             return super().encode(x, frozen)
-        y, out = centered(self.form, self.transform.forward(x), frozen)
-        out |= rounded(self.form, y)
-        points = numbers_of(self.form.levels, out["codes"])
-        residual = y - applied(self.form.sides[0], points, out["scale"])
+        y, out = centered(self._form, self.transform.forward(x), frozen)
+        out |= rounded(self._form, y)
+        points = numbers_of(self._form.levels, out["codes"])
+        residual = y - applied(self._form.sides[0], points, out["scale"])
         out["signs"] = (self._sketch.forward(residual) > 0).to(torch.uint8)
         norm = square_root(tree_sum(residual.square()))
         out["residual_norm"] = half(norm, "norm of a residual")
@@ -126,7 +126,7 @@ class TurboQuantKeyCodec(KeysThatLearn, TurboQuantCodec):
 
     def __init__(self, dim: int, bits: int, scale: str, center: int, seed: int = 0) -> None:
         TurboQuantCodec.__init__(self, dim, bits, scale, "token", seed=seed)
-        self._packed_format = self._encoding = None  # kernels know no bases of a codebook's codes
+        self.form = None  # kernels know no bases of a codebook's codes
         self._state = {}
         self._bases = Bases(dim, center, first=True)
         self.fields = (*self.fields, *self._bases.fields)
@@ -144,7 +144,7 @@ class TurboQuantKeyCodec(KeysThatLearn, TurboQuantCodec):
     def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         y, first = self.transform.forward(x), self._state["first"].to(torch.float32)
         base, flag, side = self._bases.choose(y, first, torch.ones_like(first), frozen)
-        return rounded(self.form, y - base) | flag | side
+        return rounded(self._form, y - base) | flag | side
 
     def _decode(self, arrays: Arrays) -> Tensor:
         return self._bases.add(

@@ -55,8 +55,8 @@ def _learns(spec: str) -> bool:
 
 def whole_levels(codec: Codec) -> bool:
     """Return whether levels are whole numbers of 8 bits, so that backends may round q to 16."""
-    form = codec.packed_format()
-    return form is not None and (form.trellis is not None or form.integer_unit > 0)
+    form = codec.form
+    return form is not None and (form.trellis is not None or form.unit > 0)
 
 
 class _Slots(NamedTuple):

@@ -93,10 +93,13 @@ def test_every_variant_and_capability():
 
 def kind(codec: Codec) -> tuple[object, ...]:
     """What makes kernels take other ways, but for widths of codes and vectors."""
-    slots, encoded = slots_of(codec, torch.device("cpu")).form, codec.encoding()
+    known = slots_of(codec, torch.device("cpu"))
+    slots, written = known.form, known.written
     held = slots and (slots.kind, slots.order, *map(bool, slots.types), slots.shift_scaled)
     scales = slots and (slots.channels < slots.dim, bool(slots.middle), slots.group > 1)
-    return held, scales, encoded and (encoded.kind, encoded.choice, encoded.group > 1)
+    book = written and written.encoder == "codebook"
+    rule = written and (written.encoder, written.rule if book else written.levels.number)
+    return held, scales, rule and (*rule, written.group > 1)
 
 
 def test_every_method_has_a_kind_of_slots_that_is_compiled():

@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from kvpact.errors import NonFiniteError
 from kvpact.kernels import ListSource
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
-from kvpact.kernels.triton.encode.form import encode_reason
+from kvpact.kernels.triton.forms import slots_of
 from kvpact.quantizers.checks import collected, deferred
 
 COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]
@@ -34,7 +34,7 @@ NARROW = (64, 20, 33, 80, 3)
 
 
 def encoder(codec) -> TritonEncoder:
-    assert encode_reason(codec) == ""
+    assert slots_of(codec, torch.device("cpu")).encode_reason == ""
     return TritonEncoder(codec)
 
 
@@ -202,7 +202,7 @@ def test_tokens_that_are_beyond_the_limit_and_fit_are_encoded(spec, size):
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randn(1, 2, 33, 64, generator=generator)
     tokens[0, 1, 7, 5] = size
-    assert size > codec.encoding().limit
+    assert size > codec.form.limit
     assert compare(spec, "k", [tokens], encoder=encoder) == ""
 
 
@@ -222,7 +222,10 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
     ],
 )
 def test_what_is_not_covered_says_why(spec, dim, reason):
-    assert encode_reason(codec_of(spec, "k", dim, torch.float32)) == reason
+    assert (
+        slots_of(codec_of(spec, "k", dim, torch.float32), torch.device("cpu")).encode_reason
+        == reason
+    )
 
 
 def test_appends_to_the_same_segments_make_no_new_table():
@@ -231,5 +234,5 @@ def test_appends_to_the_same_segments_make_no_new_table():
     sources = [ListSource((x,), 128) for x in encoded_slots(own, codec, [tokens], 0)]
     for source in (sources[0], *sources):
         own.write(tokens[:, :, :1], source, 0)
-        tables.append(source.prepared["triton encode"])
+        tables.append(source.prepared["triton:1"])
     assert tables[0] is tables[1] is not tables[2]

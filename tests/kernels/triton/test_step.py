@@ -80,7 +80,7 @@ def test_a_step_reads_nothing_from_the_device_and_sends_nothing(triton_backend):
     assert table[:, 0].tolist() == [77]
 
 
-def test_a_step_asks_no_codec_how_it_encodes(triton_backend, monkeypatch):
+def test_a_step_asks_no_codec_for_its_form(triton_backend, monkeypatch):
     """As it was: twice a layer and step, which took the host longer than a launch."""
     generator, asked = torch.Generator().manual_seed(2), []
     cache = make("int:bits=8,window=2/turboquant:bits=4,window=2", "triton")
@@ -88,8 +88,8 @@ def test_a_step_asks_no_codec_how_it_encodes(triton_backend, monkeypatch):
         cache.attend(0, **by_name(*tokens(count, generator)))
     for stream in cache._layers[0].streams():
         kind = type(stream.codec)
-        own = kind.encoding
-        monkeypatch.setattr(kind, "encoding", lambda self, own=own: asked.append(self) or own(self))
+        form = property(lambda self: asked.append(self) or self._form)
+        monkeypatch.setattr(kind, "form", form)
     known = runner(cache)
     cache.attend(0, **by_name(*tokens(1, generator)))
     assert runner(cache) is known

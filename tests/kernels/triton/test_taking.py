@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 
 from kvpact.kernels import ListSource
 from kvpact.kernels.triton import columns
-from kvpact.kernels.triton.encode.form import tables_of
-from kvpact.kernels.triton.forms import Places
+from kvpact.kernels.triton.forms import Places, slots_of
 from kvpact.kernels.triton.step.step import Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
@@ -58,8 +57,8 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
             {f.name: f.allocate(2, 2, SEGMENT, DEVICE) for f in codec.fields}
             for _ in range((max(held) + new - 1) // SEGMENT + 1)
         ]
-        names = tables_of(codec, x.device).names
-        slots = Places.of(names, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
+        form = slots_of(codec, x.device).known
+        slots = Places.of(form, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
         memory = torch.full((2, 2, ROOM, dim), 7.0, dtype=dtype, device=DEVICE)
         side = (columns.K_SIDE, columns.V_SIDE)[index]
         tail = side.tail

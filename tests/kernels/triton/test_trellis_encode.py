@@ -23,8 +23,7 @@ from kvpact.errors import NonFiniteError
 from kvpact.kernels import ListSource
 from kvpact.kernels.triton.encode import encoder as encoding
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
-from kvpact.kernels.triton.encode.form import encode_reason, tables_of
-from kvpact.kernels.triton.forms import Places
+from kvpact.kernels.triton.forms import Places, slots_of
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -32,7 +31,7 @@ V3 = f"trellis:bits=3,{_PLAIN}"
 
 
 def encoder(codec) -> TritonEncoder:
-    assert encode_reason(codec) == ""
+    assert slots_of(codec, torch.device("cpu")).encode_reason == ""
     return TritonEncoder(codec)
 
 
@@ -83,9 +82,9 @@ def test_tokens_behind_what_only_the_device_knows():
         {f.name: f.allocate(2, 1, SEGMENT, torch.device("cpu")) for f in codec.fields}
         for _ in range(2)
     ]
-    held, tables = (127, 30), tables_of(codec, tokens.device)
-    slots = Places.of(tables.names, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
-    form, counts = tables.form, torch.tensor([[n, 7] for n in held])
+    held, tables = (127, 30), slots_of(codec, tokens.device)
+    slots = Places.of(tables.known, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
+    form, counts = tables.known, torch.tensor([[n, 7] for n in held])
     encoding.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):
         expected = torch_slots(codec, tokens[row : row + 1], count)

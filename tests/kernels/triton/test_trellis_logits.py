@@ -33,7 +33,8 @@ def logits_of_tiles(
     at = (row * FORM.dim)[:, None] + channel[None, :]
     live = tl.broadcast_to((channel < FORM.dim)[None, :], at.shape)
     packed, exact = tl.load(QP + at, mask=live, other=0.0), tl.load(QE + at, mask=live, other=0.0)
-    numbers = trellis_numbers(codes, scale, LEVELS, tile, channel, FORM)
+    words, scales = codes + tile * FORM.size_of("codes"), scale + tile * FORM.size_of("scale")
+    numbers = trellis_numbers(words, scales, LEVELS, channel, FORM)
     logits = tl.sum(packed[:, None, :] * numbers[None, :, :], 2)
     if FORM.has("base"):
         first = tl.load(FIRST + row)
@@ -53,7 +54,8 @@ def case(spec: str, dim: int) -> tuple[torch.Tensor, torch.Tensor, TreatedKeys]:
     first = torch.zeros(2, 3, ROWS) if first is None else first
     found = torch.full((ROWS, TOKENS), torch.nan)
     slots = slots_of(codec, x.device)
-    fields = [segment[name or "codes"][1, 1] for name in (slots.names[i] for i in (0, 1, 5, 6, 7))]
+    parts, names = slots.form.parts, ("codes", "scale", "base", "mean", "step")
+    fields = [segment[parts.get(name, parts["codes"]).name][1, 1] for name in names]
     logits_of_tiles[(TOKENS // 32,)](
         *fields, slots.levels, packed[1, 1], rows[1, 1], first[1, 1], found, slots.form
     )

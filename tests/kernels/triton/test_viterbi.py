@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.encode.viterbi import viterbi
-from kvpact.kernels.triton.forms import Plane, TrellisSteps
+from kvpact.kernels.triton.trellis.steps import Plane, TrellisSteps
 from kvpact.quantizers import trellis
 
 

@@ -79,7 +79,7 @@ def check_serves(spec: Spec, setting: str = SETTING, calibrated: bool = False) -
                 f"{setting}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
                 f"hold; {ways}"
             )
-        if learnt and learnt.form.center > spec.key.window:
+        if learnt and learnt.trellis.center > spec.key.window:
             raise SpecError(
                 f"{setting}={str(spec)!r}: keys of a group of {codec.group} wait in the window, "
                 f"which is smaller; write {str(spec.with_options(window=codec.group))!r}, or take "
@@ -104,7 +104,7 @@ def codecs(
     k, v = codec_of(spec.key, True, dim, dtype), codec_of(spec.value, False, v_dim, dtype)
     if learnt[0] and isinstance(k, TrellisKeyCodec):
         k = k.restore(learnt[0])
-        k = k if k.form.center else k.singly()
+        k = k if k.trellis.center else k.singly()
     return k, v
 
 

@@ -53,7 +53,7 @@ class CpuBackend(Backend):
         return "" if device.type == "cpu" else f"the native kernels don't run on {device}"
 
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
-        """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode).
+        """Cover codecs whose form kernels decode (attend, decode) or encode.
 
         Numbers that are stored as they are need no encoder: torch copies them. Of codecs that
         learn, those of `trellis` are covered.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import KernelError
-from kvpact.formats.encoding import search_tree
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
@@ -34,24 +33,38 @@ class CodecEncoder(CodecArguments):
     """A `kvp_encode_args`; tokens without a larger magnitude than `limit` can't fail."""
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]] = WeakKeyDictionary()
-    names = ("codes", "scale", "zero", "mean", "balance", "base", "step")
     what = "encoding"
     limit = 0.0
 
     def __init__(self, codec: Codec) -> None:
-        form, args = codec.encoding(), EncodeArgs()
-        super().__init__(codec, form, args)
-        if form is None:
+        form, args = codec.form, EncodeArgs()
+        named = {{"mean_step": "step"}.get(field.name, field.name): field for field in codec.fields}
+        super().__init__(codec, "" if form is None else form.encoder, named, args)
+        if form is None or not form.encoder:
             return
+        args.group = form.group
         if form.group > 1 and MOST_GROUP % form.group:
             self.reason = self.reason or f"groups of {form.group} tokens"
         self.limit = form.limit
-        args.kind, args.choice = ENCODINGS[form.kind], CHOICES[form.choice]
+        args.kind = ENCODINGS[form.encoder]
+        args.choice = CHOICES.get(form.levels.number or form.rule, 0)
         args.by_channel = self.by_channel
-        if form.levels:
-            args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32, device="cpu"))
-            tree = search_tree(form.boundaries)
+        if form.encoder == "codebook":
+            points = form.points
+            args.levels = self._keep(points)
+            tree = search_tree(((points[1:] + points[:-1]) / 2).tolist())
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32, device="cpu"))
+
+
+def search_tree(boundaries: Sequence[float]) -> list[float]:
+    """Return `2**n - 1` ascending boundaries as a search tree: root at 1, ends of i at 2i, 2i+1."""
+    count = len(boundaries) + 1
+    tree, width = [0.0] * count, count
+    for first in (1 << depth for depth in range(count.bit_length() - 1)):
+        for i in range(first):
+            tree[first + i] = boundaries[i * width + width // 2 - 1]
+        width //= 2
+    return tree
 
 
 def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:

@@ -108,7 +108,6 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     return learning.learnt(state, arguments)
 
 
-_NOTHING = (0,) * 4
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 """What stands in front of the threads in a call, but for the tokens."""
 

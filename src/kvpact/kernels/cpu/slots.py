@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ctypes import Structure
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
@@ -10,10 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat
+from kvpact.formats import Field
 from kvpact.kernels.cpu import structs, trellis
-from kvpact.kernels.of_codec import order_and_width, slot_fields
 from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -47,21 +46,18 @@ class CodecArguments:
     """
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]]
-    names: ClassVar[tuple[str, ...]]
-    """Fields of the slots, as the arguments name them."""
     what: ClassVar[str]
 
-    def __init__(self, codec: Codec, form: PackedFormat | Encoding | None, args: Any) -> None:
+    def __init__(self, codec: Codec, kind: str, fields: Mapping[str, Field], args: Any) -> None:
+        """`kind`: what kernels do; "" for nothing. `fields`: as the arguments name them."""
         self.args, self.reason, self.learnt = args, "", codec.ready
         self._alive: list[Tensor] = []
-        if form is None:
+        form, self.fields = codec.form, fields
+        if form is None or not kind:
             self.reason = f"no native {self.what} for {type(codec).__name__}"
             return
-        self.fields = slot_fields(codec, form, self.names)
-        order, self.dim = order_and_width(self.fields["codes"])
-        self.by_channel = order == "channel"
-        args.bits, args.dim, args.group = form.bits, self.dim, form.group
-        args.channels = form.channels or self.dim
+        self.dim, self.by_channel = form.dim, form.in_words and form.order == "channel"
+        args.bits, args.dim, args.channels = form.bits, form.dim, form.channels
         if form.trellis is not None:
             self.reason = trellis.reason(form.trellis, not self.by_channel)
             self.trellis = trellis.TrellisArguments(form.trellis, codec.state())
@@ -111,15 +107,16 @@ class SlotFormat(CodecArguments):
     """
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]] = WeakKeyDictionary()
-    names = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
     what = "format"
 
     def __init__(self, codec: Codec) -> None:
-        form, stream = codec.packed_format(), structs.StreamStruct()
-        super().__init__(codec, form, stream)
+        form, stream = codec.form, structs.StreamStruct()
+        parts = {} if form is None else form.parts
+        super().__init__(codec, "" if form is None else form.kind, parts, stream)
         self.attend_reason, self.whole = self.reason, False
-        if form is None:
+        if form is None or not form.kind:
             return
+        stream.group = form.group if "fold" in parts or "shift" in parts else 0
         channels = stream.channels
         if channels < self.dim and (channels % 32 or -(-self.dim // channels) > MOST_GROUPS):
             self.attend_reason = self.reason or f"groups of {channels} channels"
@@ -128,12 +125,7 @@ class SlotFormat(CodecArguments):
         stream.treated = form.trellis is not None and codec.transform is IDENTITY
         if form.kind == "raw":
             stream.number = DTYPES[self.fields["codes"].dtype]
-        stream.unit = form.integer_unit
-        self.whole = form.trellis is not None or (
-            form.integer_unit > 0 and form.bits in (2, 3, 4, 8)
-        )
-        levels = [level * form.unit for level in form.levels] or [0.0]
-        if form.kind == "table":
-            # At least 16: a vector register of levels is filled up with repetitions.
-            levels *= max(16 // len(levels), 1)
-        stream.table = self._keep(torch.tensor(levels, dtype=torch.float32, device="cpu"))
+        stream.unit = form.unit
+        self.whole = form.trellis is not None or (form.unit > 0 and form.bits in (2, 3, 4, 8))
+        # At least 16: a vector register of levels is filled up with repetitions.
+        stream.table = self._keep(form.points.repeat(max(16 >> form.bits, 1)))

@@ -34,9 +34,7 @@ CHOICES = {
     "ls": _NUMBERS["LEAST_SQUARES"],
     "l2": _NUMBERS["NORM"],
     "unbiased": _NUMBERS["UNBIASED"],
-    "e4m3": 0,
     "e5m2": 1,
-    "": 0,
 }
 
 

@@ -17,8 +17,7 @@ from kvpact.methods import Arrays, Codec
 
 def copies(codec: Codec) -> bool:
     """Whether slots have numbers as they are given: no kernel is needed to write them."""
-    form = codec.packed_format() if codec.exact else None
-    return form is not None and form.kind == "raw"
+    return codec.exact and codec.form is not None and codec.form.kind == "raw"
 
 
 class TorchEncoder:

@@ -20,7 +20,6 @@ from kvpact.kernels.base import (
     StepRunner,
 )
 from kvpact.kernels.torch.slots import TorchEncoder, copies
-from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TreatedKeys
@@ -88,13 +87,13 @@ class TritonBackend(Backend):
         return ""
 
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
-        """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode)."""
+        """Cover codecs whose form kernels decode (attend, decode) or encode."""
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if operation == "learn":
             return "no kernel learns" if codec.learns_from else ""
         if operation == "encode":
-            return "" if copies(codec) else encode_reason(codec)
+            return "" if copies(codec) else slots_of(codec, _CPU).encode_reason
         slots = slots_of(codec, _CPU)
         if operation == "attend" and slots.form is not None:
             return _too_wide(slots.form.dim, dtype)

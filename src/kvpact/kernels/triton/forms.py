@@ -5,10 +5,12 @@ A `SlotForm` is hashable and is passed to kernels as one constant: each one make
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,88 +18,14 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError
 from kvpact.formats import TILE
-from kvpact.formats.bitpack import WORD, plane_runs, planes
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat, TrellisForm
-from kvpact.kernels.of_codec import once_for_codec, order_and_width, slot_fields
+from kvpact.formats.bitpack import WORD, planes
+from kvpact.formats.form import Form
+from kvpact.kernels.of_codec import once_for_codec
 from kvpact.kernels.sources import SegmentSource, Where
+from kvpact.kernels.triton.trellis.steps import Run, TrellisSteps, runs_of, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard
-
-
-@dataclass(frozen=True)
-class Plane:
-    """Where the bits of one plane of a block lie.
-
-    - `width`, `shift`: bits of an item, and those of the code below them; no plane has 0 bits.
-    - `row`: of the first word, among those of a token (K) or of a tile (V).
-    - `before`: items of other blocks in the same words.
-    """
-
-    width: int = 0
-    shift: int = 0
-    row: int = 0
-    before: int = 0
-
-    @property
-    def mask(self) -> int:
-        """The bits of an item."""
-        return (1 << self.width) - 1
-
-
-@dataclass(frozen=True)
-class TrellisSteps:
-    """A block of channels, which are the steps of one trellis.
-
-    - `begin`, `dim`, `bits`: first channel, channels, bits of a code.
-    - `memory`: how many steps before its own the oldest bit is that an index needs.
-    - `words`: words that the steps of K's trellis take turns in; 0 if they lie in their order.
-    - `wider`: wider codes of one word.
-    - `low`, `high`: the lowest plane, and the other one.
-    - `levels`: place of the first level among those of all blocks.
-    - `unit`: what a level of 1 is worth.
-    """
-
-    begin: int
-    dim: int
-    bits: int
-    memory: int
-    words: int
-    wider: int
-    low: Plane
-    high: Plane
-    levels: int
-    unit: float
-
-
-def steps_of(form: TrellisForm, by_token: bool) -> tuple[TrellisSteps, ...]:
-    """Return the blocks that have bits. `by_token`: whether a word holds codes of one token (K)."""
-    held: dict[int, list[Plane]] = {}
-    row = 0
-    for width, parts in plane_runs(tuple((block.dim, block.bits) for block in form.blocks)):
-        before = 0
-        for index, shift, dim in parts:
-            held.setdefault(index, []).append(Plane(width, shift, row, before))
-            before += dim
-        row += -(-before * width // WORD) if by_token else width
-    made: list[TrellisSteps] = []
-    begin = levels = 0
-    for index, block in enumerate(form.blocks):
-        if block.bits:
-            low, *others = sorted(held[index], key=lambda plane: plane.shift)
-            width = planes(block.bits)[0] if block.bits > 1 else form.interleave
-            words, rest = divmod(block.dim * width, WORD)
-            high = others[0] if others else Plane()
-            one = TrellisSteps(
-                begin, block.dim, block.bits, block.states.bit_length() - 1, 0 if rest else words,
-                form.interleave // width, low, high, levels, trellis.UNITS[block.bits],
-            )  # fmt: skip
-            made.append(one)
-            levels += 2 << block.bits
-        begin += block.dim
-    return tuple(made)
-
 
 NUMBERS = {
     torch.float32: "fp32",
@@ -109,40 +37,112 @@ NUMBERS = {
 }
 """Dtypes by the names that kernels know."""
 
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 LEAST_WIDTH, MOST_WIDTH = 32, 1024
 """Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
-@dataclass(frozen=True)
-class CodeForm:
-    """How codes lie in the slots of one stream, and what stands beside them; to read or to write.
+MOST_GROUP = 128
+"""Tokens of the largest group that is encoded."""
 
-    - `kind`, `bits`, `group`: as in `PackedFormat` or `Encoding`.
-    - `order`: what a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]`
-      numbers of `types[0]` per tile.
-    - `dim`, `padded`: channels of a vector (of a trellis: its codes), and of the tiles that kernels
-      work on: the next power of two.
-    - `words`: words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
-    - `channels`: that share a scale; `dim` where all do.
-    - `types`: dtype of each of `names`, a value of `NUMBERS`; "" for a field that is not there.
-    - `trellis`: what there is to know of a trellis.
-    - `steps`: where its blocks' codes lie.
+
+@dataclass(frozen=True)
+class SlotForm(Form):
+    """A form, and how kernels lay out what it says; to read and to write.
+
+    - `rotates`: whether vectors are rotated before they are stored.
+    - `from_zero`: whether a grid around a middle is taken from code 0 on, in whole numbers.
     """
 
-    names: ClassVar[tuple[str, ...]] = ()
-    """Rows of `Places.table`."""
+    names: ClassVar[tuple[str, ...]] = (
+        "codes", "scale", "zero", "fold", "shift", "base", "mean", "step",
+    )  # fmt: skip
+    """Parts of a form, which are rows of `Places.table`."""
 
-    kind: str
-    bits: int
-    order: Literal["token", "channel", "number"]
-    dim: int
-    padded: int
-    words: int
-    channels: int
-    group: int
-    types: tuple[str, ...]
-    trellis: TrellisForm | None
-    steps: tuple[TrellisSteps, ...]
+    rotates: bool = False
+    from_zero: bool = False
+
+    @property
+    def kind(self) -> str:
+        """As of a form; ``linear`` from code 0 on."""
+        return "linear" if self.from_zero else super().kind
+
+    @property
+    def middle(self) -> float:
+        """As of a form; none from code 0 on."""
+        return 0.0 if self.from_zero else super().middle
+
+    @property
+    def whole(self) -> bool:
+        """Whether numbers are whole numbers of 8 bits, none of them a half."""
+        return self.unit == self.levels.unit
+
+    @cached_property
+    def padded(self) -> int:
+        """Channels of the tiles that kernels work on: the next power of two."""
+        return width_of(self.dim)
+
+    @cached_property
+    def words(self) -> int:
+        """Words of a token's codes, for ``token``; rows of words of a tile for ``channel``."""
+        return self.fields[0].shape[self.order == "token"] if self.in_words else 0
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """Dtype of each of `names`, a value of `NUMBERS`; "" for a field that is not there."""
+        parts = self.parts
+        return tuple(NUMBERS[parts[x].dtype] if x in parts else "" for x in self.names)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Planes of a trellis' blocks that lie together."""
+        return runs_of(self.trellis, self.order == "token") if self.trellis else ()
+
+    @cached_property
+    def steps(self) -> tuple[TrellisSteps, ...]:
+        """Where the codes of a trellis' blocks lie."""
+        return steps_of(self.trellis, self.runs) if self.trellis else ()
+
+    @property
+    def treated(self) -> bool:
+        """Whether channels are weighted and sorted into blocks of trellises."""
+        return self.trellis is not None and not self.rotates
+
+    @property
+    def staged(self) -> bool:
+        """Whether rotated tokens are kept in between, for statistics over groups of them."""
+        return self.group > 1 and self.encoder != "channel"
+
+    @property
+    def lenient(self) -> bool:
+        """Whether some tokens beyond `limit` can be encoded, too."""
+        scaled = self.encoder == "float8" and self.has("scale")
+        return scaled or self.encoder in ("codebook", "symmetric", "affine")
+
+    @property
+    def groups(self) -> int:
+        """Scales of a token."""
+        return -(-self.dim // self.channels)
+
+    @property
+    def root(self) -> float:
+        """Square root of the width."""
+        return math.sqrt(self.dim)
+
+    @property
+    def even(self) -> bool:
+        """Whether groups of channels are the rows of a reshaped tile."""
+        return self.groups == 1 or self.channels & (self.channels - 1) == 0
+
+    @property
+    def group_width(self) -> int:
+        """Channels of a group in a tile that is shared out evenly."""
+        return self.padded if self.groups == 1 else self.channels
+
+    @property
+    def padded_groups(self) -> int:
+        """A power of two of groups of channels."""
+        return self.padded // self.group_width if self.even else power_of_two(self.groups)
 
     def has(self, name: str) -> bool:
         """Whether there is a field of that name."""
@@ -151,6 +151,10 @@ class CodeForm:
     def type_of(self, name: str) -> str:
         """Dtype of a field, one of `NUMBERS`; "" for a field that is not there."""
         return self.types[self.index_of(name)]
+
+    def size_of(self, name: str) -> int:
+        """Numbers of a unit of a field: of a tile, or of a group of tokens."""
+        return math.prod(self.parts[self.names[self.index_of(name)]].shape)
 
     def index_of(self, name: str) -> int:
         """Row of `names`."""
@@ -173,40 +177,31 @@ class CodeForm:
         return sum(-(-self.dim * width // WORD) for width in planes(self.bits)[:plane])
 
 
-@dataclass(frozen=True)
-class SlotForm(CodeForm):
-    """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
-
-    - `shift_scaled`, `middle`, `unit`: as in `PackedFormat`.
-    - `whole`: whether levels are whole numbers of 8 bits.
-    - `signed`: whether a code is its level in two's complement, but for its top bit.
-    """
-
-    names = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
-
-    shift_scaled: bool
-    middle: float
-    unit: float
-    whole: bool
-    signed: bool
-
-
 class Slots(NamedTuple):
     """What kernels are told of a codec, made once.
 
-    - `form`: None where `reason` says why no kernel reads the slots.
-    - `reason`: empty if there is a form.
-    - `names`: the codec's field for each of `SlotForm.names`, or None.
+    - `form`, `reason`: what is compiled into kernels that read the slots, whatever the rule that
+      wrote them; or why none does.
+    - `written`, `encode_reason`: what is compiled into those that write; or why none does.
+    - `signs`: fp32, of the rotation; one number where there is none.
+    - `boundaries`: fp32, between `levels`.
     - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
       (``linear``), or of each level (``trellis``, all blocks' one behind the other).
-    - `numbers`: the same as `levels`, on the host; empty for trellises, whose `form` says them.
     """
 
     form: SlotForm | None
     reason: str
-    names: tuple[str | None, ...] = ()
-    levels: Tensor | None = None
-    numbers: tuple[float, ...] = ()
+    written: SlotForm | None
+    encode_reason: str
+    signs: Tensor = _NOTHING
+    boundaries: Tensor = _NOTHING
+    levels: Tensor = _NOTHING
+
+    @property
+    def known(self) -> SlotForm:
+        """The form of a codec for which a kernel encodes."""
+        assert self.written is not None, self.encode_reason
+        return self.written
 
 
 class Places(NamedTuple):
@@ -224,21 +219,20 @@ class Places(NamedTuple):
     @classmethod
     def of(
         cls,
-        names: Sequence[str | None],
+        form: SlotForm,
         sources: Sequence[SegmentSource],
         batch: int,
         device: torch.device,
     ) -> Places:
         """Return where fields lie, on the device.
 
-        `names`: of the fields, None for one that is not there. `sources`: one for all rows, or one
-        for each. Raises `GeometryError`.
+        `sources`: one for all rows, or one for each. Raises `GeometryError`.
         """
-        found = [_lie(names, source) for source in sources]
+        found = [_lie(form, source) for source in sources]
         count = max(len(where.segments) for held in found for where in held.values())
         # numpy sets a number in a tenth of the time that torch takes.
-        table = np.zeros((len(names), batch, count), dtype=np.int64)
-        heads = np.zeros(len(names), dtype=np.int64)
+        table = np.zeros((len(form.names), batch, count), dtype=np.int64)
+        heads = np.zeros(len(form.names), dtype=np.int64)
         each = batch // len(sources)
         rows = np.arange(each, dtype=np.int64)[:, None]
         for number, held in enumerate(found):
@@ -266,15 +260,14 @@ class Places(NamedTuple):
         return self._replace(table=self.table[:, index : index + 1].contiguous())
 
 
-def _lie(names: Sequence[str | None], source: SegmentSource) -> dict[int, Where]:
+def _lie(form: SlotForm, source: SegmentSource) -> dict[int, Where]:
     """Return where the fields that are there lie, by their places among the names."""
     found = {}
-    for index, name in enumerate(names):
-        if name is not None:
-            where = source.where(name)
-            if where is None:
-                raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
-            found[index] = where
+    for part, field in form.parts.items():
+        where = source.where(field.name)
+        if where is None:
+            raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+        found[form.index_of(part)] = where
     return found
 
 
@@ -288,41 +281,29 @@ def width_of(dim: int) -> int:
     return max(power_of_two(dim), LEAST_WIDTH)
 
 
-def form_reason(codec: Codec, form: PackedFormat | Encoding) -> str:
+def _reason(codec: Codec, form: Form) -> str:
     """Return why no kernel knows how a codec's codes lie; "" if one does."""
     if form.trellis is not None and min(b.dim for b in form.trellis.blocks) < trellis.LEAST:
         return f"trellises of less than {trellis.LEAST} channels"
     if codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
         return f"transform {type(codec.transform).__name__}"
-    dim = order_and_width(slot_fields(codec, form, ("codes",))["codes"])[1]
-    return f"width {dim} is above {MOST_WIDTH}" if dim > MOST_WIDTH else ""
+    return f"width {form.dim} is above {MOST_WIDTH}" if form.dim > MOST_WIDTH else ""
 
 
-def form_parts(
-    codec: Codec, form: PackedFormat | Encoding, kind: type[CodeForm]
-) -> tuple[tuple[str | None, ...], dict[str, Any]]:
-    """Return the codec's field for each of a form's names, or None; and what a `CodeForm` has."""
-    fields = slot_fields(codec, form, kind.names)
-    order, dim = order_and_width(fields["codes"])
-    return tuple(fields[name].name if name in fields else None for name in kind.names), {
-        "kind": form.kind,
-        "bits": form.bits,
-        "order": order,
-        "dim": dim,
-        "padded": width_of(dim),
-        "words": 0 if order == "number" else fields["codes"].shape[order == "token"],
-        "channels": min(form.channels or dim, dim),
-        "group": form.group,
-        "types": tuple(NUMBERS[fields[x].dtype] if x in fields else "" for x in kind.names),
-        "trellis": form.trellis,
-        "steps": steps_of(form.trellis, order == "token") if form.trellis else (),
-    }
+def _encode_reason(codec: Codec, form: Form) -> str:
+    """Return why no kernel encodes for a codec whose codes are known; "" if one does."""
+    if not form.encoder:
+        return f"no native encoding for {type(codec).__name__}"
+    if form.encoder == "balanced":
+        return "tokens and channels of a group are balanced"
+    if form.group > 1 and MOST_GROUP % form.group:
+        return f"groups of {form.group} tokens"
+    return ""
 
 
-def _levels(form: PackedFormat) -> Tensor:
+def _levels(form: Form) -> Tensor:
     if form.trellis is None:
-        numbers = [level * form.unit for level in form.levels] or [0.0]
-        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        return form.points
     held = [block.bits for block in form.trellis.blocks if block.bits]
     return torch.cat([trellis.levels(bits, torch.device("cpu")) for bits in held])
 
@@ -330,29 +311,27 @@ def _levels(form: PackedFormat) -> Tensor:
 @once_for_codec
 def slots_of(codec: Codec, device: torch.device) -> Slots:
     """Return what kernels are told of a codec."""
-    form = codec.packed_format()
+    form, name = codec.form, type(codec).__name__
     if form is None:
-        return Slots(None, f"no packed format for {type(codec).__name__}")
-    if reason := form_reason(codec, form):
-        return Slots(None, reason)
-    names, parts = form_parts(codec, form, SlotForm)
-    made = SlotForm(
-        **parts,
-        shift_scaled=form.shift_scaled,
-        middle=form.middle,
-        unit=form.unit,
-        whole=form.whole,
-        signed=form.signed,
-    )
-    return Slots(made, "", names, _levels(form).to(device), form.levels)
+        return Slots(None, f"no packed format for {name}", None, f"no native encoding for {name}")
+    known = _reason(codec, form)
+    encode_reason = _encode_reason(codec, form) or known
+    reason = known if form.kind else f"no packed format for {name}"
+    rotation = codec.transform if isinstance(codec.transform, RandomHadamard) else None
+    given = {field.name: getattr(form, field.name) for field in fields(Form)}
+    written, levels = SlotForm(**given, rotates=rotation is not None), _levels(form)
+    read = replace(written, rule="", limit=math.inf)
+    tables = levels if rotation is None else rotation.signs(device), (levels[1:] + levels[:-1]) / 2
+    forms = None if reason else read, reason, None if encode_reason else written, encode_reason
+    return Slots(*forms, *(x.to(device) for x in (*tables, levels)))
 
 
-def places_of(source: SegmentSource, slots: Slots, batch: int, device: torch.device) -> Places:
+def places_of(source: SegmentSource, form: SlotForm, batch: int, device: torch.device) -> Places:
     """Return where slots lie, made once for a source; see `Places.of`."""
     key = f"triton:{batch}"
     found: Places | None = source.prepared.get(key)
     if found is None:
-        found = source.prepared[key] = Places.of(slots.names, [source], batch, device)
+        found = source.prepared[key] = Places.of(form, [source], batch, device)
     return found
 
 

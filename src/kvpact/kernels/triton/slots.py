@@ -49,6 +49,12 @@ def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
 
 
 @triton.jit
+def tile_of(NAME: tl.constexpr, segment, tile, FORM: tl.constexpr):
+    """Return a pointer to a tile's numbers of a field; `tile`: inside the segment."""
+    return units_of(NAME, segment, FORM) + tile * FORM.size_of(NAME)
+
+
+@triton.jit
 def _plane_by_token(
     tile, first, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr
 ):
@@ -158,7 +164,6 @@ def by_group(units, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Return levels [32, COUNT] with scale, zero, fold and shift, in the order of `decode`."""
-    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     if FORM.has("fold"):
         fold = by_group(units_of("fold", segment, FORM), tile, first, COUNT, FORM)
     if FORM.has("shift"):
@@ -168,12 +173,9 @@ def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
-        scale = units_of("scale", segment, FORM) + tile * (GROUPS * 32)
-        x = x * _by_token(scale, first, COUNT, FORM)
+        x = x * _by_token(tile_of("scale", segment, tile, FORM), first, COUNT, FORM)
     if FORM.has("zero"):
-        x = x + _by_token(
-            units_of("zero", segment, FORM) + tile * (GROUPS * 32), first, COUNT, FORM
-        )
+        x = x + _by_token(tile_of("zero", segment, tile, FORM), first, COUNT, FORM)
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
     if FORM.has("fold") and FORM.order == "channel":
@@ -191,16 +193,15 @@ def tile_numbers(segment, LEVELS, tile, first, COUNT: tl.constexpr, FORM: tl.con
     channel, a multiple of 32; `COUNT`: channels, a power of two of 32 or more.
     """
     tile = tl.cast(tile, tl.int64)
-    units = units_of("codes", segment, FORM)
+    codes = tile_of("codes", segment, tile, FORM)
     channel = first + tl.arange(0, COUNT)
     if FORM.kind == "trellis":
-        x = trellis_numbers(units, units_of("scale", segment, FORM), LEVELS, tile, channel, FORM)
+        x = trellis_numbers(codes, tile_of("scale", segment, tile, FORM), LEVELS, channel, FORM)
     else:
-        if FORM.order == "number":
-            x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
+        if FORM.in_words:
+            x = _levels(_codes(codes, first, COUNT, FORM), LEVELS, FORM)
         else:
-            words: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
-            x = _levels(_codes(units + tile * words, first, COUNT, FORM), LEVELS, FORM)
+            x = _given(codes, first, COUNT, FORM)
         x = _scaled(x, segment, tile, first, COUNT, FORM)
         if FORM.dim % COUNT != 0:
             x = tl.where((channel < FORM.dim)[None, :], x, 0.0)

@@ -97,7 +97,7 @@ def _mask_type(call: AttendCall) -> str:
 def _key(call: AttendCall) -> Hashable:
     """Return what calls of one launch have in common."""
     forms = tuple(
-        codec and (slots and (slots.form, slots.numbers), codec.transform)
+        codec and (slots and slots.form, codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
     rules = call.scale, call.config.softcap, _mask_type(call), is_chunk(call)
@@ -217,7 +217,7 @@ def attend_prepared(
         exact if values.form is None else exact.new_empty(batch, heads, parts, *exact.shape[3:])
     )
     lse = exact.new_empty(batch, heads, parts, count)
-    levels = [exact if one is None or one.levels is None else one.levels for one in slots]
+    levels = [exact if one is None else one.levels for one in slots]
     shape = (queries, count // queries, heads, splits, parts)
     attend_general[row_tiles * heads, splits, batch](
         rows.table, *q, *levels, packed, exact, lse, *shape,

@@ -13,7 +13,7 @@ from kvpact.errors import CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.logits import mask_numbers
 from kvpact.kernels.triton import columns as at
-from kvpact.kernels.triton.forms import Slots, places_of, sent
+from kvpact.kernels.triton.forms import SlotForm, Slots, places_of, sent
 from kvpact.kernels.views import StreamView
 
 UNBOUNDED = 1 << 30
@@ -104,8 +104,8 @@ def rows_of(
         sides = (at.K_SIDE, call.k, k), (at.V_SIDE, call.v, v)
         for (side, fresh, stream), dtype, known in zip(sides, dtypes, slots, strict=True):
             filling.source(part, side.new, None if fresh is None else fresh.to(dtype))
-            if stream is not None and known is not None:
-                _stream(filling, part, side, stream, dtype, known)
+            if stream is not None and known is not None and known.form is not None:
+                _stream(filling, part, side, stream, dtype, known.form)
     return filling.done()
 
 
@@ -145,14 +145,14 @@ def _stream(
     side: at.Side,
     stream: StreamView,
     dtype: torch.dtype,
-    slots: Slots,
+    form: SlotForm,
 ) -> None:
     batch, table = part.stop - part.start, filling.table
     table[part, side.exact_from] = stream.exact_from
     table[part, side.sinks] = 0 if stream.sinks is None else stream.sinks.shape[2]
     filling.source(part, side.tail, stream.tail.to(dtype))
     filling.source(part, side.sink, None if stream.sinks is None else stream.sinks.to(dtype))
-    places = places_of(stream.source, slots, batch, filling.device)
+    places = places_of(stream.source, form, batch, filling.device)
     filling.alive += [places.table, places.heads]
     numbers = (places.table.data_ptr(), places.heads.data_ptr(), np.arange(batch), batch)
     for index, number in enumerate((*numbers, places.table.shape[2], places.segment_tokens)):

@@ -12,20 +12,16 @@ from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import places_of, slots_of
 from kvpact.kernels.triton.trellis.queries import key_tables
 from kvpact.methods.trellis_learning import TreatedKeys
-from kvpact.transforms import RandomHadamard
 
 
 def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:
     """Decode packed tokens; parameters as of `Backend.decode`."""
     codec, known = slots.codec, slots_of(slots.codec, out.device)
-    form, signs = known.form, known.levels
-    assert form is not None and signs is not None, known.reason
-    dim, rotated = form.dim, isinstance(codec.transform, RandomHadamard)
-    if isinstance(codec.transform, RandomHadamard):
-        dim, signs = codec.transform.dim, codec.transform.signs(out.device)
-    check_out(out, start, end, dim)
+    form = known.form
+    assert form is not None, known.reason
+    check_out(out, start, end, form.dim)
     batch, heads = out.shape[:2]
-    places = places_of(slots.source, known, batch, out.device)
+    places = places_of(slots.source, form, batch, out.device)
     if not out.numel():
         return
     tiles = -(-end // TILE) - start // TILE
@@ -34,9 +30,11 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     # As many warps as hold a tile without spilling registers.
     options: dict[str, Any] = {"num_warps": min(form.padded // 16, 8), "enable_fp_fusion": False}
     if isinstance(codec, TreatedKeys):
-        tables, blocks = key_tables(codec, codec.form, heads, out.device), len(codec.form.blocks)
+        blocks, device = len(codec.trellis.blocks), out.device
+        tables = key_tables(codec, heads, device)
         decode_keys[tiles * blocks, heads, batch](*where, *tables[:5], *rest, FORM=form, **options)
         return
+    inverse = inverse and form.rotates
     decode_tiles[tiles, heads, batch](
-        *where, signs, *rest, FORM=form, DIM=dim, INVERSE=inverse and rotated, **options
+        *where, known.signs, *rest, FORM=form, INVERSE=inverse, **options
     )

@@ -25,7 +25,7 @@ from kvpact.kernels.triton.columns import (
     count_of_row,
 )
 from kvpact.kernels.triton.digits.key_scores import key_scores, load_queries
-from kvpact.kernels.triton.digits.operands import groups_of, value_width
+from kvpact.kernels.triton.digits.operands import value_width
 from kvpact.kernels.triton.digits.tiles import fields_of, positions
 from kvpact.kernels.triton.digits.value_sums import channels_of, order_of, trellis_sums, value_sums
 from kvpact.kernels.triton.trellis.scores import load_trellis_queries, trellis_scores
@@ -85,7 +85,7 @@ def attend_digits(
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     N: tl.constexpr = NT * 32
-    VG: tl.constexpr = groups_of(V)
+    VG: tl.constexpr = V.groups
     D: tl.constexpr = value_width(V)
     ORDER: tl.constexpr = order_of(V)
     first, last = count_of_row(ROWS, row, SKIP_FROM), count_of_row(ROWS, row, SKIP_TO)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.digits.digits import attend_digits
-from kvpact.kernels.triton.digits.operands import groups_of, level_worth
+from kvpact.kernels.triton.digits.operands import level_worth
 from kvpact.kernels.triton.digits.tables import (
     LEAST_ROWS,
     LOG2_E,
@@ -85,7 +85,7 @@ def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
     if form.dim > MOST_WIDTH or form.dim % 8:
         return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
-    if groups_of(form) > 1 and (form.channels < least or form.channels & (form.channels - 1)):
+    if form.groups > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
     return ""
 
@@ -98,7 +98,7 @@ def _known_fields(form: SlotForm, order: str) -> bool:
         return form.has("scale")
     fits = order == "token" and form.has("scale") and not form.shift_scaled and not form.middle
     even = form.group % 32 == 0 and form.group & (form.group - 1) == 0
-    return fits and even and not form.has("zero") and groups_of(form) == 1
+    return fits and even and not form.has("zero") and form.groups == 1
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
@@ -130,12 +130,12 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
     return first.clamp(min=window), end
 
 
-def _aligned(source: SegmentSource, slots: Slots) -> bool:
+def _aligned(source: SegmentSource, form: SlotForm) -> bool:
     """Whether what is read in vectors lies at multiples of 16 bytes; asked once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
-        names = [slots.names[SlotForm.names.index(name)] for name in _VECTORS]
-        held = [source.where(name) for name in names if name is not None]
+        parts = form.parts
+        held = [source.where(parts[name].name) for name in _VECTORS if name in parts]
         found = all(
             where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16
             for where in held
@@ -166,7 +166,8 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     views = [
         each.view for each, end in zip(calls, ends, strict=True) if each.view is not None and end
     ]
-    sides = [(view.k.source, k) for view in views] + [(view.v.source, v) for view in views]
+    sides = [(view.k.source, k.form) for view in views]
+    sides += [(view.v.source, v.form) for view in views]
     sizes = {source.segment_tokens for source, _ in sides}
     longest = max(ends)
     if longest < LEAST_TOKENS or len(sizes) > 1 or not all(_aligned(*side) for side in sides):
@@ -193,7 +194,7 @@ def attend_fast(
     """
     batch, heads, parts, rows, _ = packed.shape
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
-    assert k is not None and v is not None and call.view is not None
+    assert k is not None and v is not None
     if k.kind == "trellis":
         asked = treated_queries(calls, k, scale, fast.kw)
         levels = (level_table(k, packed.device), level_table(v, packed.device))
@@ -201,7 +202,7 @@ def attend_fast(
     else:
         q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
         q = q if q.stride(3) == 1 else q.contiguous()
-        asked = queries_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
+        asked = queries_of(q, heads, scale, fast.k, fast.kw)
         levels, worth = (table_words(fast.k), table_words(fast.v)), level_worth(v)
     cap = call.config.softcap
     ptx = isinstance(attend_digits, triton.JITFunction) and torch.version.hip is None

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvpact.kernels.triton.columns import K_SLOTS
 from kvpact.kernels.triton.digits.levels import whole
-from kvpact.kernels.triton.digits.operands import groups_of, key_operand, key_width
+from kvpact.kernels.triton.digits.operands import key_operand, key_width
 from kvpact.kernels.triton.digits.tiles import (
     load_per_token,
     positions,
@@ -50,7 +50,7 @@ def load_queries(DIGITS, UNITS, NUMBERS, base, K: tl.constexpr, G: tl.constexpr)
     Returns int8 `[key_width, 2 G]` of each group of channels, and what they are worth, `[G]`. Then
     fp32 `[C, G]` of each group, and the sums over its channels `[G]`, where K has zeros.
     """
-    KG: tl.constexpr = groups_of(K)
+    KG: tl.constexpr = K.groups
     C: tl.constexpr = key_width(K)
     m, g, c = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, C)
     digits = ()
@@ -74,7 +74,7 @@ def load_queries(DIGITS, UNITS, NUMBERS, base, K: tl.constexpr, G: tl.constexpr)
 @triton.constexpr_function
 def _sections_of(form: SlotForm, tiles: int) -> int:
     """Return the groups of tokens of a block of so many tiles; 1 where it lies within one."""
-    return max(1, tiles * 32 // form.group) if form.group else 1
+    return max(1, tiles * 32 // form.group) if form.has("shift") else 1
 
 
 @triton.constexpr_function
@@ -136,15 +136,16 @@ def key_scores(
     """
     digits, unit, numbers, sums = queries
     codes, scale, zero = fields
+    KG: tl.constexpr = K.groups
     k = key_operand(codes, live, TABLE, 0, K, ORDER, KW, ASM)
     s = whole(tl.dot(k, digits[0], out_dtype=tl.int32)) * scales(scale, live, 0, ORDER)[:, None]
-    for group in tl.static_range(1, groups_of(K)):
+    for group in tl.static_range(1, KG):
         k = key_operand(codes, live, TABLE, group, K, ORDER, KW, ASM)
         part = whole(tl.dot(k, digits[group], out_dtype=tl.int32))
         s += part * scales(scale, live, group, ORDER)[:, None]
     s *= unit[None, :]
     if K.has("zero"):
-        for group in tl.static_range(groups_of(K)):
+        for group in tl.static_range(KG):
             zeros = zeros_of(zero, scale, live, group, K, ORDER)
             s += zeros[:, None] * sums[group][None, :]
     if K.has("shift"):

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 
 @triton.constexpr_function
-def groups_of(form: SlotForm) -> int:
-    """Return how many groups of channels have a scale each."""
-    return -(-form.dim // form.channels)
-
-
-@triton.constexpr_function
 def level_worth(form: SlotForm) -> float:
     """Return what a level that a kernel multiplies is worth: 4-bit numbers are 16 times larger."""
     return form.unit / 16 if form.bits == 4 and form.signed else form.unit
@@ -49,7 +43,7 @@ def in_bytes(form: SlotForm) -> bool:
 @triton.constexpr_function
 def key_width(form: SlotForm) -> int:
     """Return the channels of one product with K: those of a group, or all, filled up."""
-    if groups_of(form) > 1:
+    if form.groups > 1:
         return form.channels
     return max(form.padded, {2: 64, 3: 128}.get(form.bits, 32))
 
@@ -57,7 +51,7 @@ def key_width(form: SlotForm) -> int:
 @triton.constexpr_function
 def value_width(form: SlotForm) -> int:
     """Return the channels of one product with V."""
-    return form.channels if groups_of(form) > 1 else max(form.padded, 32)
+    return form.channels if form.groups > 1 else max(form.padded, 32)
 
 
 @triton.jit

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpact.kernels.triton.digits.levels import query_digits
-from kvpact.kernels.triton.digits.operands import channel_places, groups_of, key_width, level_worth
+from kvpact.kernels.triton.digits.operands import channel_places, key_width, level_worth
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
-from kvpact.transforms import RandomHadamard
-from kvpact.transforms.base import Transform
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 4
@@ -25,9 +23,8 @@ LEAST_ROWS = 4
 @cache
 def whole_levels(form: SlotForm) -> SlotForm:
     """Return a form with whole levels, if there is one: codes of grids with a zero."""
-    if form.whole or form.kind != "table" or not form.middle:
-        return form
-    return replace(form, kind="linear", middle=0.0, whole=True)
+    halves = form.kind == "table" and form.middle
+    return replace(form, from_zero=True) if halves else form
 
 
 def whole_slots(slots: Slots) -> Slots:
@@ -41,7 +38,7 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 def table_words(slots: Slots) -> Tensor:
     """Return levels `[4, 4]` int32: four words, for each of four threads; signed ones' top bits."""
     form, levels = slots.form, slots.levels
-    assert form is not None and levels is not None
+    assert form is not None
     found = _tables.get(levels)
     if found is None:
         if form.kind == "linear" and not form.signed:
@@ -74,26 +71,23 @@ class Queries(NamedTuple):
     firsts: Tensor | None = None
 
 
-def queries_of(
-    q: Tensor, kv_heads: int, scale: float, transform: Transform, form: SlotForm, kw: int
-) -> Queries:
+def queries_of(q: Tensor, kv_heads: int, scale: float, slots: Slots, kw: int) -> Queries:
     """Return queries `[B, H_q, q_len, D]` without gaps in two digits each, and themselves."""
-    batch, q_heads, queries, dim = q.shape
+    form, (batch, q_heads, queries, dim) = slots.form, q.shape
+    assert form is not None
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)
-    span = groups_of(form) * size
-    digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
+    span = form.groups * size
+    digits = q.new_empty(batch, kv_heads, form.groups, count, 2, size, dtype=torch.int8)
     units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
     numbers = None
     if form.has("shift") or form.has("zero"):
         numbers = q.new_empty(batch, kv_heads, count, dim, dtype=torch.float32)
-    rotated = isinstance(transform, RandomHadamard)
-    signs = transform.signs(q.device) if isinstance(transform, RandomHadamard) else units
     query_digits[kv_heads, batch](
-        q, signs, _places(form, count, kw, q.device), digits, units,
+        q, slots.signs, _places(form, count, kw, q.device), digits, units,
         q.stride(0), q.stride(1), q.stride(2), queries, rows, kv_heads,
         scale * level_worth(form) * LOG2_E,
-        dim, power_of_two(max(dim, span)), count, size, span, rotated, numbers, scale * LOG2_E,
+        dim, power_of_two(max(dim, span)), count, size, span, form.rotates, numbers, scale * LOG2_E,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return Queries(digits, units, numbers)
@@ -106,7 +100,7 @@ def _places(form: SlotForm, rows: int, kw: int, device: torch.device) -> Tensor:
     order = torch.tensor(channel_places(form, kw), dtype=torch.int64, device="cpu")
     place = torch.empty_like(order)
     place[order] = torch.arange(width, dtype=torch.int64, device="cpu")
-    groups = torch.arange(groups_of(form), dtype=torch.int64, device="cpu")
+    groups = torch.arange(form.groups, dtype=torch.int64, device="cpu")
     first = groups.unsqueeze(1) * (2 * rows * width)
     # The host waits: other streams may be the next to ask for it.
     return (first + place).flatten().to(torch.int32).to(device)

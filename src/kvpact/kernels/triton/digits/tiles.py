@@ -165,11 +165,11 @@ def tiles_at(SEGMENTS, head_bytes, segment, inside, STEP: tl.constexpr, TYPE: tl
 
 
 @triton.jit
-def _field(where, SLOTS: tl.constexpr, FORM: tl.constexpr, NAME: tl.constexpr, STEP: tl.constexpr):
-    """Return pointers to a field of tiles, so many numbers of which belong to each."""
+def _field(where, SLOTS: tl.constexpr, FORM: tl.constexpr, NAME: tl.constexpr):
+    """Return pointers to a field of tiles."""
     ROWS, row, head, segment, inside = where
     at, head_bytes = segments_of(ROWS, row, head, SLOTS, FORM.index_of(NAME))
-    return tiles_at(at, head_bytes, segment, inside, STEP, FORM.type_of(NAME))
+    return tiles_at(at, head_bytes, segment, inside, FORM.size_of(NAME), FORM.type_of(NAME))
 
 
 @triton.jit
@@ -179,11 +179,9 @@ def fields_of(where, SLOTS: tl.constexpr, FORM: tl.constexpr):
     `where`: the table of rows, row, head, the segment of each tile (or of all), and the number of
     the tile in it.
     """
-    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
-    WORDS: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
-    codes = _field(where, SLOTS, FORM, "codes", WORDS)
-    scale = _field(where, SLOTS, FORM, "scale", GROUPS * 32)
+    codes = _field(where, SLOTS, FORM, "codes")
+    scale = _field(where, SLOTS, FORM, "scale")
     zero = codes
     if FORM.has("zero"):
-        zero = _field(where, SLOTS, FORM, "zero", GROUPS * 32)
+        zero = _field(where, SLOTS, FORM, "zero")
     return codes, scale, zero

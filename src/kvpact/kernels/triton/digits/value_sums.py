@@ -10,7 +10,6 @@ import triton.language as tl
 from kvpact.kernels.triton.digits.key_scores import scales, zeros_of
 from kvpact.kernels.triton.digits.levels import MOST, split_digits, whole
 from kvpact.kernels.triton.digits.operands import (
-    groups_of,
     value_operand,
     value_width,
     weight_operand,
@@ -69,13 +68,14 @@ def value_sums(
     """
     codes, scale, zero = fields
     ORDER: tl.constexpr = V.bits
+    VG: tl.constexpr = V.groups
     weights = p * scales(scale, live, 0, ORDER)[:, None]
     top = tl.abs(weights)
-    for group in tl.static_range(1, groups_of(V)):
+    for group in tl.static_range(1, VG):
         top = tl.maximum(top, tl.abs(p * scales(scale, live, group, ORDER)[:, None]))
     step = _step(top)
     sums = ()
-    for group in tl.static_range(groups_of(V)):
+    for group in tl.static_range(VG):
         if group > 0:
             weights = p * scales(scale, live, group, ORDER)[:, None]
         v = value_operand(codes, live, TABLE, group, V, KW, ASM)

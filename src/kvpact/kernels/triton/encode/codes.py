@@ -58,12 +58,12 @@ def codebook(y, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
     for i in tl.static_range(BITS):
         bound = tl.load(BOUNDARIES + codes + ((1 << (BITS - 1 - i)) - 1))
         codes += tl.where(x > bound, 1 << (BITS - 1 - i), 0)
-    if FORM.choice == "l2":
+    if FORM.rule == "l2":
         scale = tl.div_rn(norm, tl.full((ROWS,), FORM.root, tl.float32))
     else:
         levels = tl.load(LEVELS + codes)
         product = tree_sum(levels * y, ROWS, FORM.padded, FORM.dim)
-        if FORM.choice == "ls":
+        if FORM.rule == "ls":
             squares = tree_sum(levels * levels, ROWS, FORM.padded, FORM.dim)
             scale = tl.div_rn(product, squares)
         else:
@@ -177,9 +177,9 @@ def affine(x, ROWS: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def float8(x, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return bytes, int32, and tokens' scales, fp16; by hand, as not all GPUs convert to e4m3."""
-    MANTISSA: tl.constexpr = 2 if FORM.choice == "e5m2" else 3
-    BIAS: tl.constexpr = 15 if FORM.choice == "e5m2" else 7
-    LIMIT: tl.constexpr = 57344.0 if FORM.choice == "e5m2" else 448.0
+    MANTISSA: tl.constexpr = 2 if FORM.levels.number == "e5m2" else 3
+    BIAS: tl.constexpr = 15 if FORM.levels.number == "e5m2" else 7
+    LIMIT: tl.constexpr = 57344.0 if FORM.levels.number == "e5m2" else 448.0
     DROP: tl.constexpr = 23 - MANTISSA
     # What is added to a number below the normal ones has its last place where theirs is.
     UNIT: tl.constexpr = (127 + DROP + 1 - BIAS) << 23

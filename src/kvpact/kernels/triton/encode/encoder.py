@@ -17,7 +17,6 @@ from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
-from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, tables_of
 from kvpact.kernels.triton.encode.kernel import (
     CHANNELS,
     check_tokens,
@@ -27,7 +26,7 @@ from kvpact.kernels.triton.encode.kernel import (
 )
 from kvpact.kernels.triton.encode.trellis_groups import choose_bases
 from kvpact.kernels.triton.encode.trellis_kernels import search_codes, store_codes, treat_tokens
-from kvpact.kernels.triton.forms import Places, on_device
+from kvpact.kernels.triton.forms import Places, SlotForm, Slots, on_device, places_of, slots_of
 from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
@@ -40,29 +39,29 @@ _EXACT = {"enable_fp_fusion": False, "num_stages": 1}
 """A fused product and sum would make other bytes."""
 
 
-def rows_of(form: EncodeForm, tokens: int) -> int:
+def rows_of(form: SlotForm, tokens: int) -> int:
     """Return how many tokens a program encodes at a time, a power of two up to 32."""
     return 1 if tokens == 1 else min(TILE, max(1, _NUMBERS // form.padded))
 
 
-def warps_of(form: EncodeForm, tokens: int) -> int:
+def warps_of(form: SlotForm, tokens: int) -> int:
     """Return the warps of such a program."""
     return min(4, max(1, rows_of(form, tokens) * form.padded // 512))
 
 
-def span_of(form: EncodeForm, tokens: int) -> int:
+def span_of(form: SlotForm, tokens: int) -> int:
     """Return how many positions a program has: whole words of codes."""
     # No two programs may share the tokens of one word of codes.
     word = TILE // (form.bits & -form.bits) if form.order == "channel" else 1
     return max(rows_of(form, tokens), word)
 
 
-def blocks_of(form: EncodeForm, tokens: int) -> int:
+def blocks_of(form: SlotForm, tokens: int) -> int:
     """Return the programs of a row and head where positions are of no account."""
     return -(-tokens // rows_of(form, tokens))
 
 
-def _variant(form: EncodeForm, tokens: int) -> dict[str, Any]:
+def _variant(form: SlotForm, tokens: int) -> dict[str, Any]:
     """Return what a kernel is compiled with."""
     rows, warps = rows_of(form, tokens), warps_of(form, tokens)
     return {"ROWS": rows, "FORM": form, "num_warps": warps, **_EXACT}
@@ -74,7 +73,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class TritonEncoder:
-    """Encodes tokens on their device, if `encode_reason` is empty; not for two threads."""
+    """Encodes tokens on their device, if `Slots.encode_reason` is empty; not for two threads."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self._torch = codec, TorchEncoder(codec)
@@ -87,8 +86,7 @@ class TritonEncoder:
         """
         if not self._codec.ready:
             return self._torch.prepare(x)  # which learns
-        tables = tables_of(self._codec, x.device)
-        if tables.form.limit == math.inf or not x.numel():
+        if slots_of(self._codec, x.device).known.limit == math.inf or not x.numel():
             return x
         good = torch.ones((), dtype=torch.bool, device=x.device)
         check_tokens_at(self._codec, x, good)
@@ -107,30 +105,32 @@ class TritonEncoder:
         if isinstance(prepared, dict):
             self._torch.write(prepared, source, start)
         elif prepared.numel():
-            found = source.prepared.get("triton encode")
-            if found is None:
-                names = tables_of(self._codec, prepared.device).names
-                found = Places.of(names, [source], len(prepared), prepared.device)
-                source.prepared["triton encode"] = found
+            form, device = slots_of(self._codec, prepared.device).known, prepared.device
+            found = places_of(source, form, len(prepared), device)
             encode_at(self._codec, prepared, found, start)
 
 
 def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
     """Make a 0-d bool on the device False if some of the tokens `[B, H, T, D]` can't be encoded."""
-    x, tables = _dense(x), tables_of(codec, x.device)
-    form, (batch, heads, tokens, _) = tables.form, x.shape
+    x, tables = _dense(x), slots_of(codec, x.device)
+    form, (batch, heads, tokens, _) = tables.known, x.shape
     if form.limit == math.inf:
         return
     with on_device(x.device):
         check_tokens[blocks_of(form, tokens), heads, batch](
-            x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
+            x,
+            *x.stride()[:3],
+            *tables[-3:],
+            good.view(torch.int8),
+            tokens,
+            **_variant(form, tokens),
         )
 
 
 def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
-    x, tables = _dense(x), tables_of(codec, x.device)
-    form, (batch, heads, tokens, _) = tables.form, x.shape
+    x, tables = _dense(x), slots_of(codec, x.device)
+    form, (batch, heads, tokens, _) = tables.known, x.shape
     where, counts = (slots.table, slots.heads), (slots.tiles, batch, slots.segments)
     with on_device(x.device):
         if form.trellis is not None:
@@ -145,36 +145,35 @@ def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
             )
         span = span_of(form, tokens)
         encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
-            x, *x.stride()[:3], *where, *tables[2:], start, tokens, *counts, SPAN=span,
+            x, *x.stride()[:3], *where, *tables[-3:], start, tokens, *counts, SPAN=span,
             **_variant(form, tokens),
         )  # fmt: skip
 
 
-def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
+def _rotated(x: Tensor, tables: Slots) -> Tensor:
     """Return rotated tokens, fp32."""
     batch, heads, tokens, _ = x.shape
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    rotate_tokens[(blocks_of(tables.form, tokens), heads, batch)](
-        x, *x.stride()[:3], tables.signs, y, tokens, **_variant(tables.form, tokens)
+    rotate_tokens[(blocks_of(tables.known, tokens), heads, batch)](
+        x, *x.stride()[:3], tables.signs, y, tokens, **_variant(tables.known, tokens)
     )
     return y
 
 
-def tile_warps(form: EncodeForm) -> int:
+def tile_warps(form: SlotForm) -> int:
     """Return the warps of programs that hold the tokens of a tile."""
     return min(max(form.padded // 32, 1), 16)
 
 
 def encode_trellis(
-    codec: Codec, form: EncodeForm, x: Tensor, slots: Places, start: int, held: Tensor | None
+    codec: Codec, form: SlotForm, x: Tensor, slots: Places, start: int, held: Tensor | None
 ) -> None:
     """Encode whole groups `[B, H, T, D]`, the channels side by side, from `start` on.
 
     `held`: `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
     """
     batch, heads, tokens, _ = x.shape
-    assert form.trellis is not None
-    tables = key_tables(codec, form.trellis, heads, x.device)
+    tables = key_tables(codec, heads, x.device)
     unit = max(form.group, TILE)
     count = max(_AT_A_TIME // (batch * heads * form.dim * unit), 1) * unit
     done = 0
@@ -186,7 +185,7 @@ def encode_trellis(
 
 
 def _encode_piece(
-    form: EncodeForm,
+    form: SlotForm,
     x: Tensor,
     slots: Places,
     tables: KeyTables,

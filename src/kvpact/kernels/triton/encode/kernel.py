@@ -18,7 +18,7 @@ from kvpact.kernels.triton.encode.codes import (
     reciprocal,
     symmetric,
 )
-from kvpact.kernels.triton.slots import by_group, segment_at, units_of
+from kvpact.kernels.triton.slots import by_group, segment_at, tile_of, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 
 
@@ -66,39 +66,35 @@ def _plane_of_channels(
 
 
 @triton.jit
-def store_codes(units, tile, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
+def store_codes(words, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Store the codes of tokens into a tile.
 
-    `units`: to the codes of a segment and head: int32, or uint8 where `FORM.order` is ``number``;
+    `words`: to the codes of the tile: int32, or uint8 where there are no words;
     `codes`: int32 `[ROWS, padded]`; `first`: the place in the tile of the first token; `live`:
     `[ROWS]`: which tokens are to be stored.
     """
     d, inside = tl.arange(0, FORM.padded), first + tl.arange(0, ROWS)
     mask = live[:, None] & (d < FORM.dim)[None, :]
-    if FORM.order == "number":
-        place = units + tile * (FORM.dim * 32) + (d * 32)[None, :] + inside[:, None]
+    if not FORM.in_words:
+        place = words + (d * 32)[None, :] + inside[:, None]
         tl.store(place, codes.to(tl.uint8), mask=mask)
     elif FORM.order == "token":
         codes = tl.where(mask, codes, 0)
-        words = units + tile * (FORM.words * 32)
         for plane in tl.static_range(FORM.plane_count()):
             _plane_of_tokens(words, codes, inside, live, plane, ROWS, FORM)
     else:
         codes = tl.where(mask, codes, 0)
-        words = units + tile * (FORM.bits * FORM.dim)
         for plane in tl.static_range(FORM.plane_count()):
             _plane_of_channels(words, codes, first, plane, ROWS, FORM)
 
 
 @triton.jit
-def store_numbers(
-    units, tile, numbers, first, live, COUNT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
-):
-    """Store the first `COUNT` of fp16 numbers `[ROWS, GROUPS]` of tokens; units `[COUNT, 32]`."""
-    g = tl.arange(0, GROUPS)
+def store_numbers(tile, numbers, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Store fp16 numbers of tokens' groups of channels, `[ROWS, padded_groups]`, into a tile."""
+    g = tl.arange(0, FORM.padded_groups)
     inside = first + tl.arange(0, ROWS)
-    place = units + tile * (COUNT * 32) + (g * 32)[None, :] + inside[:, None]
-    tl.store(place, numbers, mask=live[:, None] & (g < COUNT)[None, :])
+    place = tile + (g * 32)[None, :] + inside[:, None]
+    tl.store(place, numbers, mask=live[:, None] & (g < FORM.groups)[None, :])
 
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -130,22 +126,22 @@ def load_tokens(x, row, head, token, live, FORM: tl.constexpr):
 @triton.jit
 def _on_grids(y, segment, tile, FORM: tl.constexpr):
     """Return codes on the grids that stand in the slots already."""
-    step = by_group(units_of("scale", segment, FORM), tile, 0, FORM.padded, FORM)
-    begin = by_group(units_of("zero", segment, FORM), tile, 0, FORM.padded, FORM)
+    step = by_group(units_of("fold", segment, FORM), tile, 0, FORM.padded, FORM)
+    begin = by_group(units_of("shift", segment, FORM), tile, 0, FORM.padded, FORM)
     return on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
 
 
 @triton.jit
 def _coded(y, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return codes, scale and zero `[ROWS, padded_groups]` of tokens that stand for themselves."""
-    if FORM.kind == "codebook":
+    if FORM.encoder == "codebook":
         codes, scale = codebook(y, tables[1], tables[2], ROWS, FORM)
         scale = scale[:, None]
         zero = scale
-    elif FORM.kind == "symmetric":
+    elif FORM.encoder == "symmetric":
         codes, scale = symmetric(y, ROWS, FORM)
         zero = scale
-    elif FORM.kind == "affine":
+    elif FORM.encoder == "affine":
         codes, scale, zero = affine(y, ROWS, FORM)
     else:
         codes, scale = float8(y, ROWS, FORM)
@@ -155,9 +151,9 @@ def _coded(y, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+def _beyond(numbers, live, FORM: tl.constexpr):
     """Return whether side information of live tokens is beyond fp16."""
-    there = live[:, None] & (tl.arange(0, GROUPS) < COUNT)[None, :]
+    there = live[:, None] & (tl.arange(0, FORM.padded_groups) < FORM.groups)[None, :]
     good = tl.abs(numbers.to(tl.float32)) <= LARGEST_HALF
     return tl.max(tl.max((there & ~good).to(tl.int32), 1), 0)
 
@@ -166,7 +162,7 @@ def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
 def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
 
-    Only those beyond the limit have to be encoded to know. `tables`: see `EncodeTables`.
+    Only those beyond the limit have to be encoded to know. `tables`: see `Slots`.
     """
     beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
     bad = tl.max(tl.max(beyond, 1), 0)
@@ -176,11 +172,8 @@ def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
             if FORM.rotates:
                 x = rotated(x, tables[0], ROWS, FORM.padded, FORM.dim)
             _, scale, zero = _coded(x, tables, ROWS, FORM)
-            GROUPS: tl.constexpr = FORM.padded_groups
-            COUNT: tl.constexpr = FORM.groups
             bad = tl.max(tl.max(known, 1), 0)
-            bad = bad | _beyond(scale, live, GROUPS, COUNT)
-            bad = bad | _beyond(zero, live, GROUPS, COUNT)
+            bad = bad | _beyond(scale, live, FORM) | _beyond(zero, live, FORM)
     return bad
 
 
@@ -199,21 +192,17 @@ def encode_rows(
     y = load_tokens(x, row, head, token, live, FORM)
     if FORM.rotates and not FORM.staged:
         y = rotated(y, tables[0], ROWS, FORM.padded, FORM.dim)
-    if FORM.kind == "channel":
+    if FORM.encoder == "channel":
         codes = _on_grids(y, segment, tile, FORM)
     else:
         if FORM.staged:
-            y = y - by_group(units_of("mean", segment, FORM), tile, 0, FORM.padded, FORM)
+            y = y - by_group(units_of("shift", segment, FORM), tile, 0, FORM.padded, FORM)
         codes, scale, zero = _coded(y, tables, ROWS, FORM)
-        GROUPS: tl.constexpr = FORM.padded_groups
-        COUNT: tl.constexpr = FORM.groups
         if FORM.has("scale"):
-            units = units_of("scale", segment, FORM)
-            store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
-        if FORM.kind == "affine":
-            units = units_of("zero", segment, FORM)
-            store_numbers(units, tile, zero, first, live, COUNT, ROWS, GROUPS)
-    store_codes(units_of("codes", segment, FORM), tile, codes, first, live, ROWS, FORM)
+            store_numbers(tile_of("scale", segment, tile, FORM), scale, first, live, ROWS, FORM)
+        if FORM.encoder == "affine":
+            store_numbers(tile_of("zero", segment, tile, FORM), zero, first, live, ROWS, FORM)
+    store_codes(tile_of("codes", segment, tile, FORM), codes, first, live, ROWS, FORM)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "tiles_per_segment", "batch", "segments"])
@@ -228,7 +217,7 @@ def encode_tokens(
     `X`: to the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`. `x_row`,
     `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`,
     `tiles_per_segment`: as of `slots.segment_at`. `SIGNS`, `BOUNDARIES`, `LEVELS`: see
-    `EncodeTables`. `start`: position of the first token, counted from the first of the segments.
+    `Slots`. `start`: position of the first token, counted from the first of the segments.
     `ROWS`, `SPAN`: powers of two up to 32.
     """
     head, row = tl.program_id(1), tl.program_id(2)
@@ -296,12 +285,12 @@ def encode_groups(
     x = as_fp32(tl.load(X + place, mask=inside, other=0.0))
     slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
     segment, tile = segment_at(slots, (start + group * FORM.group) // 32)
-    if FORM.kind == "channel":
+    if FORM.encoder == "channel":
         scale, zero = grid_between(tl.min(x, 1), tl.max(x, 1), FORM.bits)
-        _store_per_channel("scale", scale, channel, segment, tile, FORM)
-        _store_per_channel("zero", zero, channel, segment, tile, FORM)
+        _store_per_channel("fold", scale, channel, segment, tile, FORM)
+        _store_per_channel("shift", zero, channel, segment, tile, FORM)
     else:
         # A power of two divides without rounding, but for what is below the normal numbers.
         count = tl.full((_CHANNELS,), FORM.group, tl.float32)
         mean = tl.div_rn(tree_sum(x, _CHANNELS, FORM.group, FORM.group), count).to(tl.float16)
-        _store_per_channel("mean", mean, channel, segment, tile, FORM)
+        _store_per_channel("shift", mean, channel, segment, tile, FORM)

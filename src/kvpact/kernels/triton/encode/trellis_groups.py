@@ -27,7 +27,7 @@ def _tokens(X, x_token, first, weight, chunk, FORM: tl.constexpr):
     x = as_fp32(tl.load(at, mask=inside, other=0.0))
     far = distance(x, weight, FORM)
     to_first = far
-    if FORM.first:
+    if FORM.trellis.first:
         to_first = distance(x - first[None, :], weight, FORM)
     return x, far, to_first
 
@@ -95,7 +95,7 @@ def choose_bases(
         x, far, to_first = _tokens(X, x_token, first, weight, chunk, FORM)
         to_mean = distance(x - guess[None, :], weight, FORM)
         near = to_mean < far
-        if FORM.first:
+        if FORM.trellis.first:
             near = near & (to_mean < to_first)
         tl.store(INSIDE + chunk * 32 + lane, near.to(tl.int8))
     tl.debug_barrier()

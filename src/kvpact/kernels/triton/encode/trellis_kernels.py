@@ -11,7 +11,7 @@ import triton.language as tl
 from kvpact.kernels.triton.decode.kernel import block_begin, block_signs, block_width
 from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.viterbi import viterbi
-from kvpact.kernels.triton.slots import segment_at, units_of
+from kvpact.kernels.triton.slots import segment_at, tile_of, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 from kvpact.kernels.triton.trellis.numbers import (
     FIRST,
@@ -178,41 +178,10 @@ def _place_of_bits(place, WIDTH: tl.constexpr, INTERLEAVE: tl.constexpr):
     return place % (INTERLEAVE // WIDTH) * (32 // INTERLEAVE) + place // (INTERLEAVE // WIDTH)
 
 
-@triton.constexpr_function
-def rows_of_runs(form):
-    """Return the first rows of what lies together in the words of K's tokens."""
-    found = {block.low.row: 0 for block in form.steps}
-    found.update({block.high.row: 0 for block in form.steps if block.high.width})
-    return tuple(sorted(found))
-
-
-@triton.constexpr_function
-def plane_of_run(form, run, index):
-    """Return the plane of a block that is in a run; None if there is none."""
-    row, block = rows_of_runs(form)[run], form.steps[index]
-    if block.low.row == row:
-        return block.low
-    return block.high if block.high.width and block.high.row == row else None
-
-
-@triton.constexpr_function
-def width_of_run(form, run):
-    """Return the bits of the items of a run."""
-    planes = [plane_of_run(form, run, index) for index in range(len(form.steps))]
-    return max(plane.width for plane in planes if plane is not None)
-
-
-@triton.constexpr_function
-def end_of_run(form, run):
-    """Return the row behind a run."""
-    rows = rows_of_runs(form)
-    return rows[run + 1] if run + 1 < len(rows) else form.words
-
-
 @triton.jit
 def _bits_of_block(bits, item, codes, FORM: tl.constexpr, RUN: tl.constexpr, INDEX: tl.constexpr):
     """Add the bits of a block's codes `[words, 32]` at items of a run."""
-    PLANE: tl.constexpr = plane_of_run(FORM, RUN, INDEX)
+    PLANE: tl.constexpr = FORM.runs[RUN].planes[INDEX]
     if PLANE is not None:
         BLOCK: tl.constexpr = FORM.steps[INDEX]
         ITEMS: tl.constexpr = 32 // FORM.trellis.interleave
@@ -232,9 +201,9 @@ def _bits_of_block(bits, item, codes, FORM: tl.constexpr, RUN: tl.constexpr, IND
 @triton.jit
 def _store_run(words, codes, live, FORM: tl.constexpr, RUN: tl.constexpr):
     """Store the words of K of one run, of a tile's tokens."""
-    ROW: tl.constexpr = rows_of_runs(FORM)[RUN]
-    COUNT: tl.constexpr = end_of_run(FORM, RUN) - ROW
-    WIDTH: tl.constexpr = width_of_run(FORM, RUN)
+    ROW: tl.constexpr = FORM.runs[RUN].row
+    COUNT: tl.constexpr = FORM.runs[RUN].end - ROW
+    WIDTH: tl.constexpr = FORM.runs[RUN].width
     PER: tl.constexpr = 32 // WIDTH
     w, lane = tl.arange(0, power_of_two_of(COUNT)), tl.arange(0, 32)
     joined = tl.zeros((power_of_two_of(COUNT), 32), tl.int32)
@@ -282,11 +251,10 @@ def store_codes(
     tile, _, live = tile_tokens(position, tokens)
     slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
     segment, tile = segment_at(slots, tile)
-    units = units_of("codes", segment, FORM)
-    words = units + tile * (FORM.words * 32 if FORM.order == "token" else FORM.bits * FORM.dim)
+    words = tile_of("codes", segment, tile, FORM)
     codes = CODES + own_memory(FORM.dim * 32, tl.num_programs(1))
     if FORM.order == "token":
-        for run in tl.static_range(len(rows_of_runs(FORM))):
+        for run in tl.static_range(len(FORM.runs)):
             _store_run(words, codes, live, FORM, run)
     else:
         _add_rows(words, codes, FORM, False)

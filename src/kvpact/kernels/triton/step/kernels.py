@@ -27,8 +27,8 @@ from kvpact.kernels.triton.columns import (
     count_of_row,
     of_row,
 )
-from kvpact.kernels.triton.encode.form import EncodeForm
 from kvpact.kernels.triton.encode.kernel import as_fp32, can_not_encode, encode_rows
+from kvpact.kernels.triton.forms import SlotForm
 
 _STRIDES = [f"{x}_{axis}" for x in "kvq" for axis in ("row", "head", "token")]
 _COUNTS = [f"{side}_{what}" for side in "kv" for what in ("tiles", "segments")]
@@ -47,7 +47,7 @@ class Taking:
     - `size`: bytes of a number of a token.
     """
 
-    form: EncodeForm
+    form: SlotForm
     at: Side
     encodes: bool
     most: float
@@ -155,7 +155,7 @@ def take_tokens(
     int64: the address of each row's flag, int8, which becomes 0 where a number can't be stored;
     whether K and V are kept. Numbers from one row to the next. `K`, `V`, `Q`: the tokens and
     queries, with strides in numbers. `K_TABLE`, `K_HEADS`, `k_segments`, `k_tiles`: as of
-    `encode_tokens`, and so V's. `K_SIGNS`, `K_BOUNDARIES`, `K_LEVELS`: see `EncodeTables`; and V's.
+    `encode_tokens`, and so V's. `K_SIGNS`, `K_BOUNDARIES`, `K_LEVELS`: see `Slots`; and V's.
     `new`, `queries`, `heads`, `groups`, `batch`: new tokens and queries of a row, KV heads, query
     heads of one, rows. `K_SIDE`, `V_SIDE`: how they are taken: `Taking`. `Q_DIM`, `Q_WIDTH`:
     channels of a query, and the same padded to a power of two.

@@ -25,8 +25,7 @@ from kvpact.kernels.triton.encode.encoder import (
     span_of,
     warps_of,
 )
-from kvpact.kernels.triton.encode.form import encode_reason, tables_of
-from kvpact.kernels.triton.forms import Places, on_device, sent, width_of
+from kvpact.kernels.triton.forms import Places, on_device, sent, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting, Taking, take_tokens
 from kvpact.kernels.views import WAITING, StreamView, exact_from
 from kvpact.methods import Codec
@@ -38,7 +37,8 @@ def covers(call: AttendCall) -> bool:
         return False
     assert call.view is not None
     sides = call.view.k, call.view.v
-    return all(side.offset is None and not encode_reason(side.codec) for side in sides)
+    device = call.q.device
+    return all(s.offset is None and not slots_of(s.codec, device).encode_reason for s in sides)
 
 
 class Taker(NamedTuple):
@@ -51,14 +51,14 @@ class Taker(NamedTuple):
 
 def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking:
     """Return how a stream takes tokens like `x`; those that `wait` are encoded when they leave."""
-    form = tables_of(codec, x.device).form
-    alone = not encode_reason(codec) and codec.group == 1  # as they come, no groups of them
+    form = slots_of(codec, x.device).known
+    alone = codec.group == 1  # as they come, no groups of them
     encodes = alone and form.trellis is None and not wait
     new = x.shape[2]
     rows = rows_of(form, new)
     span = span_of(form, new) if encodes else rows
     most, longest = codec.max_abs, codec.max_norm
-    if wait and codec.group == 1:
+    if wait and alone:
         most = min(most, form.limit)
     return Taking(form, side, encodes, most, longest, rows, span, x.element_size())
 
@@ -90,7 +90,7 @@ def take(
     spans = max((new + one.span - 2) // one.span + 1 for one in how)
     where: list[Tensor | int] = []
     for codec, slots, _ in sides:
-        tables = tables_of(codec, k.device)
+        tables = slots_of(codec, k.device)
         where += [slots.table, slots.heads, tables.signs, tables.boundaries, tables.levels]
         where += [slots.tiles, slots.segments]
     strides = [step for x in (k, v, q) for step in x.stride()[:3]]
@@ -239,7 +239,7 @@ class TritonStep(StepRunner):
         if sources != self._sources:
             batch, device = sum(call.q.shape[0] for call in calls), calls[0].q.device
             self._slots = [
-                Places.of(tables_of(codec, device).names, side, batch, device)
+                Places.of(slots_of(codec, device).known, side, batch, device)
                 for codec, side in zip(self._codecs, zip(*sources, strict=True), strict=True)
             ]
         self._memory = [memory for _, _, k, v in rows for memory in (k[1], v[1])]
@@ -272,7 +272,7 @@ class TritonStep(StepRunner):
         second = taking.at is V_SIDE
         if codec.group == 1 and self._windows[second] != WAITING:
             if not taking.encodes:
-                encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
+                encode_trellis(codec, slots_of(codec, x.device).known, x, slots, 0, table)
             return
         for index, row in enumerate(rows):
             tokens = row.v if second else row.k

@@ -11,10 +11,11 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton.digits.levels import query_digits
 from kvpact.kernels.triton.digits.tables import LEAST_ROWS, LOG2_E, Queries
-from kvpact.kernels.triton.forms import SlotForm, TrellisSteps, power_of_two
+from kvpact.kernels.triton.forms import SlotForm, power_of_two
 from kvpact.kernels.triton.trellis.keys import key_places
 from kvpact.kernels.triton.trellis.levels import CONSTANTS
 from kvpact.kernels.triton.trellis.queries import packed_queries
+from kvpact.kernels.triton.trellis.steps import TrellisSteps
 from kvpact.kernels.triton.tuning import Choice
 from kvpact.quantizers import trellis
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.formats.packed import TrellisForm
 from kvpact.kernels.of_codec import once_for_codec
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TreatedKeys
@@ -39,8 +38,10 @@ class KeyTables(NamedTuple):
 
 
 @once_for_codec
-def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device) -> KeyTables:
-    """Return the tables of a codec."""
+def key_tables(codec: Codec, heads: int, device: torch.device) -> KeyTables:
+    """Return the tables of a codec with a trellis."""
+    assert codec.form is not None and codec.form.trellis is not None
+    form = codec.form.trellis
     dim, count = sum(block.dim for block in form.blocks), len(form.blocks)
     cpu = torch.device("cpu")
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]
@@ -74,15 +75,15 @@ class Treatment(NamedTuple):
 def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
     """Return what queries are multiplied by, of a codec that has learnt."""
     state = {name: x.to(device) for name, x in codec.state().items()}
-    dim = sum(block.dim for block in codec.form.blocks)
+    dim = sum(block.dim for block in codec.trellis.blocks)
     x = torch.eye(dim, dtype=torch.float32, device=device).expand(heads, dim, dim)
     if "weight" in state:
         x = x / state["weight"].to(torch.float32).view(heads, 1, dim)
     if "order" in state:
         x = x.gather(-1, state["order"].to(torch.int64).view(heads, 1, dim).expand(x.shape))
     parts = []
-    for index, part in enumerate(torch.split(x, [block.dim for block in codec.form.blocks], -1)):
-        block = codec.form.blocks[index]
+    for index, part in enumerate(torch.split(x, [block.dim for block in codec.trellis.blocks], -1)):
+        block = codec.trellis.blocks[index]
         rotated = RandomHadamard(block.dim, block.seed).forward(part)
         if "deviation" in state:
             rotated = rotated * state["deviation"][:, index].to(torch.float32).view(heads, 1, 1)
