@@ -17,7 +17,7 @@ import torch
 from kvpact.evaluate import evaluate
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
-from kvpact.recommend import Plan, plan, survey
+from kvpact.recommend import RecipePlan, plan, survey
 from kvpact.recommend.files import ladder_text, measured_row, recipe_text
 from recommend import text_of
 
@@ -26,7 +26,7 @@ MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M (4-bit wei
 TEXTS = ("novel", "topics")
 
 
-def plans_of(network: Any, ids: torch.Tensor) -> dict[str, Plan]:
+def plans_of(network: Any, ids: torch.Tensor) -> dict[str, RecipePlan]:
     """Return a plan for each size, from one survey."""
     found = survey(network, ids)
     two, three, four = (plan(found, budget=f"trellis:bits={bits}") for bits in (2, 3, 4))
@@ -34,7 +34,9 @@ def plans_of(network: Any, ids: torch.Tensor) -> dict[str, Plan]:
     return {"2.5bit": middle, "3bit": three, "4bit": four}
 
 
-def rows_of(plans: dict[str, Plan], results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def rows_of(
+    plans: dict[str, RecipePlan], results: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
     """Return the measured table of each recipe."""
     tables: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
     for text, result in results.items():

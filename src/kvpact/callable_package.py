@@ -1,4 +1,4 @@
-"""Packages that are calls, too: ``kvpact.evaluate(…)`` beside the names in ``kvpact.evaluate``."""
+"""Callable packages: ``kvpact.evaluate(…)`` as well as the names in ``kvpact.evaluate``."""
 
 from __future__ import annotations
 

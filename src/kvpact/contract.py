@@ -40,7 +40,7 @@ def check_dense(name: str, x: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AttendConfig:
-    """How attention is to be computed; keyword-only, so that fields can be added.
+    """Options of an attention computation; keyword-only, so that fields can be added.
 
     Parameters
     ----------

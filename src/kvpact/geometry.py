@@ -107,23 +107,23 @@ class CacheGeometry:
 
         Raises `GeometryError` where layers may differ, or the config does not tell.
         """
-        told = config
+        fields = config
         if not isinstance(config, Mapping):
             found = config.get_text_config(decoder=True)
-            told = {**vars(found), "model_type": found.model_type}
-        told = told.get("text_config", told)
-        kind, layers = told.get("model_type"), told.get("num_hidden_layers")
-        heads = told.get("num_attention_heads")
-        width = told.get("head_dim") or (heads and told.get("hidden_size", 0) // heads)
+            fields = {**vars(found), "model_type": found.model_type}
+        fields = fields.get("text_config", fields)
+        kind, layers = fields.get("model_type"), fields.get("num_hidden_layers")
+        heads = fields.get("num_attention_heads")
+        width = fields.get("head_dim") or (heads and fields.get("hidden_size", 0) // heads)
         if kind not in _ALIKE or not layers or not width:
             raise GeometryError(
                 f"a config of type {kind!r} tells no shape of K and V: write CacheGeometry("
                 "num_layers, num_kv_heads, head_dim) for the layers that hold such K and V"
             )
-        if told.get("kv_lora_rank"):
-            return cls.mla(layers, told["kv_lora_rank"], told["qk_rope_head_dim"], dtype)
-        kv_heads = told.get("num_key_value_heads") or heads
-        return cls(layers, kv_heads, width, told.get("v_head_dim"), dtype)
+        if fields.get("kv_lora_rank"):
+            return cls.mla(layers, fields["kv_lora_rank"], fields["qk_rope_head_dim"], dtype)
+        kv_heads = fields.get("num_key_value_heads") or heads
+        return cls(layers, kv_heads, width, fields.get("v_head_dim"), dtype)
 
     @property
     def value_dim(self) -> int:

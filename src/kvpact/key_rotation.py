@@ -13,7 +13,7 @@ from kvpact.errors import FormatError, GeometryError
 def rotations(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[…, P]` in fp32, as models have them, alike on every machine.
+    """Return cosines and sines `[…, P]` in fp32, as models have them, the same on every machine.
 
     The angle is rounded to fp32; its cosine is computed in fp64. Positions below 0 count as 0.
     """

@@ -110,7 +110,7 @@ def parse_spec(text: str | Spec) -> Spec:
     ------
     SpecError
         Unknown method, unknown or repeated option, a value of the wrong type or out of range,
-        white space beside an equals sign.
+        white space next to an equals sign.
     """
     if isinstance(text, Spec):
         return text

@@ -17,7 +17,7 @@ FEW = 512
 
 @lru_cache(maxsize=64)
 def unit_of(group: int, window: int) -> int:
-    """Return how many tokens are packed together: whole groups, a tile of them behind a window."""
+    """Return how many tokens are packed together: whole groups, a tile of them after a window."""
     return group * -(-TILE // group) if window else group
 
 
@@ -41,7 +41,7 @@ def segment_tokens(group: int, tokens: int, device: str = "cpu") -> int:
 
 
 class StreamFacts(NamedTuple):
-    """What the bytes of K or V of one layer depend on.
+    """The facts that the bytes of K or V of one layer depend on.
 
     `slot`: bytes of a packed token of one head; `width`: of its numbers; `state`: bytes of what the
     codec learns; the others are those of codec and method.

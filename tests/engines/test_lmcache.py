@@ -171,7 +171,7 @@ def test_a_second_engine_loads_chunks_and_computes_damaged_ones(
         assert answers["whole"] != stored.answers["whole"]
         assert metrics["vllm:external_prefix_cache_hits"] == CHUNK * CHUNKS["whole"]
         assert (counts["damaged"], counts["mismatched"]) == (2, 0)
-        assert server.log.count("is computed anew") == 2
+        assert server.log.count("is computed again") == 2
 
         # What was removed has been stored anew; what LMCache calls a miss itself stays as it is.
         for which in (("flipped", 1), ("swapped", 0)):

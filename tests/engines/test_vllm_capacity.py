@@ -18,7 +18,7 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
     assert mine["capacity"] >= times * own["capacity"]
     assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
     assert f"as {SPEC}: " in mine["log"]
-    assert "keeps the last 64 tokens of each sequence exactly, beside the pages" in mine["log"]
+    assert "keeps the last 64 tokens of each sequence exactly, outside the pages" in mine["log"]
     # A prompt that fits into one step reads nothing that is stored.
     by_vllm = "attends prompts by vLLM's own kernel (AMX)" in mine["log"]
     assert by_vllm == ("attends prompts by its own kernels" not in mine["log"])

@@ -104,7 +104,7 @@ def test_a_prefix_is_shorter_where_an_older_checkpoint_is_gone(store, wide, ids)
     keys = prefixes.keys(ids)
     store.delete(prefixes._checkpoints.key(keys[3]))
     again, loaded = opened(store, wide)
-    with pytest.warns(StoreWarning, match="behind token 160 can't be used .*behind token 128 is"):
+    with pytest.warns(StoreWarning, match="after token 160 can't be used .*after token 128 is"):
         assert loaded.load(ids) == 0
     assert loaded.prefill(ids[:, :161]) == 160
     assert opened(store, wide)[1].load(ids) == 160
@@ -204,7 +204,7 @@ def test_every_flipped_byte_of_a_checkpoint_is_found(store, make_model, sizes, i
     with pytest.raises(FormatError, match="of other tokens"):
         kind.unpack(blob, text[::-1])
     store.put(key, bytes(damaged))
-    with pytest.warns(StoreWarning, match="behind token 64 can't be used"):
+    with pytest.warns(StoreWarning, match="after token 64 can't be used"):
         assert opened(store, model)[1].load(ids) == 0
     assert not store.contains(key)
 
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_can_not_be_read_now_stays(store, wide, ids, monkeypat
     get = store.get
     with monkeypatch.context() as patch:
         patch.setattr(store, "get_unverified", lambda x: [None if k == key else get(k) for k in x])
-        with pytest.warns(StoreWarning, match="behind token 128 is gone"):
+        with pytest.warns(StoreWarning, match="after token 128 is gone"):
             assert again.load(ids) == 0
     assert set(store.keys()) == held
     assert opened(store, wide)[1].load(ids) == 128

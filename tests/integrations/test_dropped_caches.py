@@ -62,7 +62,7 @@ def test_a_cache_that_is_dropped_is_told_each_time(model, ids, fallbacks):
         cache = copied(CompressedCache(model, "none"))
         out, said = fallbacks(lambda: model.generate(short, **GREEDY, **named(cache)))  # noqa: B023
         assert torch.equal(out.sequences, want) and cache_of(out) is not cache
-        assert len(said) == 1 and f"behind {SWITCH} tokens" in said[0] and "drops" in said[0]
+        assert len(said) == 1 and f"after {SWITCH} tokens" in said[0] and "drops" in said[0]
         assert cache.get_seq_length() == SWITCH
 
 

@@ -230,6 +230,6 @@ def test_another_adapter_needs_another_name(llama, store, ids, change):
     with pytest.raises(MismatchError, match="weights or adapters changed"):
         prefixes.save(ids[:, :192])
     cache.reset()
-    with pytest.raises(MismatchError, match=r"make it anew, with .* the adapter of now"):
+    with pytest.raises(MismatchError, match=r"make a new one, with .* adapter"):
         prefixes.prefill(ids)
     assert opened(store, llama, adapter="changed")[1].match(ids) == 0

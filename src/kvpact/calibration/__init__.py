@@ -1,4 +1,4 @@
-"""What methods learn of a model from calibration texts, as one checked file."""
+"""Calibrations: what methods learn of a model from texts, as one checked file."""
 
 from kvpact.calibration.base import Calibration, LayerCalibration, LayerTokens, calibrate_layer
 

@@ -27,7 +27,7 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What methods learnt of one layer.
+    """The state that methods learnt of one layer.
 
     - `heads`, `key_dim`, `value_dim`: KV heads, and widths of K and V.
     - `k`, `v`: name of what is learnt (`Method.learnt_name`) -> state.
@@ -42,7 +42,7 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What methods learnt of a model from calibration texts.
+    """The state that methods learnt of a model from calibration texts.
 
     Give it as `calibration` where a cache is made. With it pages, prefixes of many prompts and
     snapshots share one state, and `pca` knows the model's RoPE and queries.

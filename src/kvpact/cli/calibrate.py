@@ -98,7 +98,7 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
     rows, empty = [], tokenizer("")["input_ids"]
     for one in ids:
         same = [int(x) == y for x, y in zip(one, empty, strict=False)]
-        front = one[: [*same, False].index(False)]  # behind it there may be a token of the end
+        front = one[: [*same, False].index(False)]  # after it there may be a token of the end
         size = length - len(front)
         parts = torch.split(one[len(front) :], size)
         rows += [torch.cat([front, part]) for part in parts if len(part) == size]

@@ -1,4 +1,4 @@
-"""Consoles, tables, progress and the documents of ``--json``, alike in all commands."""
+"""Consoles, tables, progress and the documents of ``--json``, the same in all commands."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]
             table_column=Column(no_wrap=True, overflow="ellipsis"),
         ),
     )
-    # The time left is told by the speed of the whole run: that of its last seconds makes it jump.
+    # The time left comes from the speed of the whole run: that of its last seconds makes it jump.
     with Progress(*columns, console=console, transient=True, speed_estimate_period=math.inf) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(

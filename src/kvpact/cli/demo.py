@@ -44,7 +44,7 @@ def demo(
     check_positions(network, prompt.shape[1], new_tokens)
     made = continuations(network, prompt, new_tokens)
     if as_json:
-        told = [
+        found = [
             {
                 "cache": x.cache,
                 "text": tokenizer.decode(x.tokens),
@@ -53,7 +53,7 @@ def demo(
             }
             for x in made
         ]
-        print_document("demo", continuations=told)
+        print_document("demo", continuations=found)
         return
     from kvpact.integrations.transformers.versions import CACHE
 

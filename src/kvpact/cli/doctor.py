@@ -109,9 +109,9 @@ def methods_on(device: torch.device) -> list[dict[str, Any]]:
 def processor() -> dict[str, str]:
     """Return what matters of the processors."""
     malloc = malloc_here()
-    told = f"left as it is: {malloc.reason}" if malloc.reason else "told of prompts (KVPACT_MALLOC)"
+    use = f"left as it is: {malloc.reason}" if malloc.reason else "set for prompts (KVPACT_MALLOC)"
     found = {
-        "malloc": f"{malloc.name}, {told}",
+        "malloc": f"{malloc.name}, {use}",
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
         "cpu features": ", ".join(_flags()) or "unknown",
         "torch's cpu capability": torch.backends.cpu.get_cpu_capability(),

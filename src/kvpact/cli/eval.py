@@ -49,7 +49,7 @@ def evaluate_command(
     seed: int = typer.Option(0, help="Seed of the tasks, with --tasks or --budget."),
     budget: str | None = options.optional(
         metavar="BYTES[,BYTES...]",
-        help="Measure caches with these budgets of bytes (24MB,12MB) over the length, beside what "
+        help="Measure caches with these budgets of bytes (24MB,12MB) over the length, and what "
         "else fits them.",
     ),
     packed_only: bool = typer.Option(
@@ -118,7 +118,7 @@ def evaluate_command(
         [] if tasks is None else task_names(tasks.split(",")),
         task_samples,
         seed,
-        told=tuple(dict.fromkeys(specs)),
+        cautioned=tuple(dict.fromkeys(specs)),
         calibration=calibration,
         tables=not as_json,
         verbose=verbose,

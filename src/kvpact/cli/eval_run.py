@@ -1,4 +1,4 @@
-"""What ``kvpact eval`` runs and prints: every model reads every text."""
+"""The runs and the output of ``kvpact eval``: every model reads every text."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from kvpact.spec import parse_spec
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
+    """The plan of an evaluation: candidates, texts by name, sizes, baseline, output folder.
 
-    No step means no free running, and no name of a task no tasks. `told` are specs and recipes
-    of which it is told what is known to do badly about them. Without `tables` nothing is printed,
-    and with `verbose` how it was measured, too.
+    No step means no free running, and no name of a task no tasks. `cautioned` are specs and
+    recipes whose known weaknesses are printed. Without `tables` no result is printed, and with
+    `verbose` how it was measured, too.
     """
 
     candidates: list[Candidate]
@@ -57,7 +57,7 @@ class RunPlan:
     tasks: Sequence[str] = ()
     task_samples: int = 2
     seed: int = 0
-    told: tuple[str, ...] = ()
+    cautioned: tuple[str, ...] = ()
     calibration: Path | None = None
     tables: bool = True
     verbose: bool = False
@@ -73,7 +73,7 @@ def run(
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)
-            for line in known_cautions(plan.told, network):
+            for line in known_cautions(plan.cautioned, network):
                 note(line)
             known = inputs.load_calibration(plan.calibration, network)
             plan = replace(
@@ -81,7 +81,7 @@ def run(
             )
             if plan.free_running:
                 check_steps(plan.tokens, plan.free_running, plan.chunk, positions(network))
-            # Made before anything runs: a text that is too short for tasks is told at once.
+            # Made before anything runs: a text that is too short for tasks is refused at once.
             cases = [_cases(plan, tokenizer, text) for _, text in plan.texts]
             for (text_name, text), own in zip(plan.texts, cases, strict=True):
                 names = {"model_name": name, "text_name": text_name}
@@ -237,7 +237,7 @@ def run_growth(
                         tokenizer,
                         text,
                         budgets,
-                        plan.told,
+                        plan.cautioned,
                         tokens=plan.tokens,
                         chunk=plan.chunk,
                         samples=plan.task_samples,

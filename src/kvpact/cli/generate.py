@@ -130,19 +130,19 @@ def generate(
 
 
 def _require_shareable(candidate: Candidate) -> None:
-    """Raise `InputError` for a spec that learns from its prompt; recipes are told later."""
+    """Raise `InputError` for a spec that learns from its prompt; recipes are checked later."""
     from kvpact.evaluate.runner import learns
 
     if not candidate.is_recipe and learns(candidate.layers(1)[0]):
         raise InputError(
-            f"{candidate.label} learns from its prompt, and prompts that share a store have to "
-            "code alike; give --calibration (see kvpact calibrate), or a --spec that learns "
+            f"{candidate.label} learns from its prompt, and prompts that share a store need "
+            "the same codes; give --calibration (see kvpact calibrate), or a --spec that learns "
             "nothing, such as turboquant:bits=4"
         )
 
 
 def figures_of(
-    cache: Any, stream: TextStream, length: int, dtype: Any, prefix: Prefix, started: float
+    cache: Any, stream: TextStream, length: int, dtype: Any, prefix: PromptPrefix, started: float
 ) -> dict[str, Any]:
     """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
     stats = cache.stats()
@@ -166,7 +166,7 @@ def figures_of(
     }
 
 
-def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
+def show(spec: str, figures: dict[str, Any], prefix: PromptPrefix) -> None:
     """Print the figures of a generation."""
     new, parts, seconds = figures["new_tokens"], figures["bytes"], figures["seconds"]
     held, slots = parts["total"], figures["slot_bits_per_value"]
@@ -206,7 +206,7 @@ def _budget_rows(budget: dict[str, Any] | None) -> list[tuple[str, str]]:
     return [("mean bits within the budget", f"{budget['bits']:.2f}"), ("most tokens in it", most)]
 
 
-class Prefix:
+class PromptPrefix:
     """Loads the longest known prefix, saves what is new, and keeps the figures; `None` does not.
 
     `rows` are names and figures for the table; more come with each call.
@@ -266,10 +266,10 @@ def prefix_of(
     password: str | None,
     storage: str | None = None,
     calibration: Calibration | None = None,
-) -> Iterator[Prefix]:
+) -> Iterator[PromptPrefix]:
     """Open a store, which is made if need be, for the prefixes of a model; None: there is none."""
     if url is None:
-        yield Prefix(None)
+        yield PromptPrefix(None)
         return
     from kvpact.integrations.fingerprint import model_fingerprint
     from kvpact.integrations.transformers import prefix_cache
@@ -281,4 +281,4 @@ def prefix_of(
         learnt = calibration if storage else None
         given: dict[str, Any] = {"tenant": tenant, "storage": storage, "calibration": learnt}
         prefixes = prefix_cache(store, model, cache, fingerprint=fingerprint, **given)
-        yield Prefix(prefixes, row)
+        yield PromptPrefix(prefixes, row)

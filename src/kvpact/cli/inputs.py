@@ -1,4 +1,4 @@
-"""What commands are given: texts, models, specs, folders for results; torch is imported late."""
+"""Inputs of commands: texts, models, specs, folders for results; torch is imported late."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def results_folder(path: Path | None) -> Iterator[None]:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            told = f"{path} can't be made: {error.strerror}; give another --out"
-            raise InputError(told) from error
+            text = f"{path} can't be made: {error.strerror}; give another --out"
+            raise InputError(text) from error
         if not os.access(path, os.W_OK):
             raise InputError(f"{path} can't be written to; give another --out")
         yield
@@ -118,7 +118,7 @@ def require(*packages: str, extra: str) -> None:
 
 
 def candidate_of(spec: str, sliding: str | None = None, budget: str | None = None) -> Candidate:
-    """Return a spec or recipe; a bad spec or budget is told now, before a model is loaded."""
+    """Return a spec or recipe; a bad spec or budget is refused now, before a model is loaded."""
     from kvpact.evaluate import Candidate
 
     if budget is not None:

@@ -141,10 +141,10 @@ def _slot_bits(spec: Spec) -> list[dict[str, Any]]:
 def _side(method: Any) -> dict[str, Any]:
     """Return the text and the options of a method."""
     cls: Any = type(method)
-    types, told = option_types(cls), meanings(cls)
+    types, known = option_types(cls), meanings(cls)
     options = []
     for option in dataclasses.fields(method):
-        kind, meaning = told.get(option.name, (types[option.name].__name__, ""))
+        kind, meaning = known.get(option.name, (types[option.name].__name__, ""))
         values = {"default": option.default, "value": getattr(method, option.name)}
         options.append({"name": option.name, "type": kind, **values, "meaning": meaning})
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")

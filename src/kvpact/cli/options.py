@@ -14,7 +14,7 @@ PACKAGED = ("smollm2", "gemma3")
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """Return specs that begin so: a method's name, one for V behind a slash, or a recipe."""
+    """Return specs that begin so: a method's name, one for V after a slash, or a recipe."""
     key, slash, value = incomplete.rpartition("/")
     found = [f"{key}{slash}{name}" for name in known_names() if name.startswith(value)]
     recipes = (RECIPE_PREFIX + name for name in recipe_names())

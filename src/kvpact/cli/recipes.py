@@ -45,8 +45,8 @@ def _overview(held: dict[str, dict[str, Any]]) -> None:
     for name, recipe in held.items():
         rows = recipe["measured"].get("rows", [])
         if "ladder" in recipe:
-            told = (str(recipe["num_layers"]), "-", recipe["measured"]["text"], "-", "-")
-            lines.append((RECIPE_PREFIX + name, *told, "with --budget"))
+            cells = (str(recipe["num_layers"]), "-", recipe["measured"]["text"], "-", "-")
+            lines.append((RECIPE_PREFIX + name, *cells, "with --budget"))
         for own, other in zip(rows[::2], rows[1::2], strict=True):
             head = (RECIPE_PREFIX + name, str(recipe["num_layers"]), f"{own['percent']:.1f}")
             kl = (kl_text(own["kl"]), kl_text(other["kl"]))

@@ -50,7 +50,7 @@ def recommend_command(
         tokens = QUICK_TOKENS if quick else TOKENS
     check_sizes(tokens, 256)
     if not is_spec(budget):
-        budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
+        budget_bytes(budget, 0)  # a misspelt one is reported before a model is loaded
     with inputs.results_folder(out):
         inputs.check_models([model])
         network, tokenizer = inputs.open_model(model, dtype, threads)

@@ -82,7 +82,7 @@ def size(
     )
     named = list(dict.fromkeys(words if shape else words[1:]))
     specs = named or sizes.SPECS
-    told = None
+    schedule = None
     if budget is not None:
         if k_eq_v or sliding:
             raise InputError("--budget can't go with --k-eq-v and --sliding")
@@ -92,29 +92,29 @@ def size(
             raise InputError("--budget takes one SPEC to begin with, or a recipe; give one at most")
         specs = named or ["none"]
         given = {"context": max(lengths), "batch": batch, "dtype": dtype}
-        told = schedule_data(schedule_of(shape or words[0], budget, specs[0], **given))  # type: ignore[arg-type]
+        schedule = schedule_data(schedule_of(shape or words[0], budget, specs[0], **given))  # type: ignore[arg-type]
     more = {"batch": batch, "dtype": dtype, "k_eq_v": k_eq_v, "sliding": sliding}
     found = sizes.size(shape or words[0], specs, lengths, **more)  # type: ignore[arg-type]
     if as_json:
-        print_document("size", **asdict(found), schedule=told)
-    elif told is not None:
-        show_schedule(told)
+        print_document("size", **asdict(found), schedule=schedule)
+    elif schedule is not None:
+        show_schedule(schedule)
     else:
         show(asdict(found))
 
 
-def show(told: dict[str, Any]) -> None:
+def show(data: dict[str, Any]) -> None:
     """Print the document of ``--json`` as a table and bars."""
     console = output_console()
-    rows = told["rows"]
+    rows = data["rows"]
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))
     if len(lengths) == 1:
         _show_parts(rows)
     else:
         _show_growth(rows, lengths)
     if max(lengths) > 0:
-        _show_bars(console, [row for row in rows if row["tokens"] == max(lengths)], told["batch"])
-    for line in _about(told, max(lengths)):
+        _show_bars(console, [row for row in rows if row["tokens"] == max(lengths)], data["batch"])
+    for line in _about(data, max(lengths)):
         console.print(line, style="dim", highlight=False, markup=False)
 
 
@@ -192,19 +192,19 @@ def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None
     console.print()
 
 
-def _about(told: dict[str, Any], longest: int) -> list[str]:
+def _about(data: dict[str, Any], longest: int) -> list[str]:
     """Return what was counted, in words."""
-    lines = [f"{layer['count']} x {_layer_text(layer)}" for layer in told["layers"]]
-    exact = next(row["exact"] for row in told["rows"] if row["tokens"] == longest)
-    sequences = f"{told['batch']} x {longest:,} tokens"
+    lines = [f"{layer['count']} x {_layer_text(layer)}" for layer in data["layers"]]
+    exact = next(row["exact"] for row in data["rows"] if row["tokens"] == longest)
+    sequences = f"{data['batch']} x {longest:,} tokens"
     lines.append(
-        f"{sequences} with K and V in 16 bits: {size_text(exact)}; exact parts in {told['dtype']}."
+        f"{sequences} with K and V in 16 bits: {size_text(exact)}; exact parts in {data['dtype']}."
     )
-    if len({row["tokens"] for row in told["rows"]}) > 1:
+    if len({row["tokens"] for row in data["rows"]}) > 1:
         lines.append("The last two columns are of the longest sequences.")
-    if told["positions"] is not None and longest > told["positions"]:
-        lines.append(f"The model is made for {told['positions']:,} tokens.")
-    lines += [f"Not known beforehand: {printable(text)}." for text in told["unplanned"]]
+    if data["positions"] is not None and longest > data["positions"]:
+        lines.append(f"The model is made for {data['positions']:,} tokens.")
+    lines += [f"Not known beforehand: {printable(text)}." for text in data["unplanned"]]
     return lines
 
 

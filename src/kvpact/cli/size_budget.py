@@ -50,7 +50,7 @@ def schedule_of(
     shapes = [x for x in sizes.layers_of(config, dtype).shapes if x.compressed]
     if len({x.geometry(given) for x in shapes}) != 1:
         raise SpecError(
-            "layers have K and V of unlike shapes: a budget is for layers that are alike"
+            "layers have K and V of different shapes: a budget needs layers of one shape"
         )
     geometry = replace(shapes[0].geometry(given), num_layers=len(shapes))
     return budget.for_geometry(geometry).schedule(geometry, batch, given)
@@ -74,19 +74,19 @@ def schedule_data(schedule: Schedule) -> dict[str, Any]:
     return {**schedule.as_dict(), "rows": rows}
 
 
-def show_schedule(told: dict[str, Any]) -> None:
+def show_schedule(data: dict[str, Any]) -> None:
     """Print the document of ``--json`` as a table with a bar for the bits at each length."""
     plain = not output_console().encoding.lower().startswith("utf")
-    most = max(row["bits"] for row in told["rows"])
-    width = len(f"{told['max_tokens']:,}")
+    most = max(row["bits"] for row in data["rows"])
+    width = len(f"{data['max_tokens']:,}")
     lines = []
-    for row in told["rows"]:
+    for row in data["rows"]:
         drawn = max(round(_BAR * log(1 + row["bits"]) / log(1 + most)), 1)
         bar = ("#" if plain else "█") * drawn
         head = f"{row['tokens']:{width},}", f"{row['bits']:5.2f}", f"{size_text(row['bytes']):>9}"
         lines.append((*head, bar))
     print_table(("tokens", "bits", "bytes", "bits, log scale"), lines, left=4)
     explain(
-        f"Budget: {size_text(told['budget'])}; bits: mean of packed numbers of K and V; bytes: of "
-        f"compressed layers, at most. {told['max_tokens']:,} tokens fit."
+        f"Budget: {size_text(data['budget'])}; bits: mean of packed numbers of K and V; bytes: of "
+        f"compressed layers, at most. {data['max_tokens']:,} tokens fit."
     )

@@ -1,7 +1,7 @@
 """K and V of a layer of a cache, compressed and back: packed slots stay packed where they can.
 
 A sequence of a paged cache is one row without a batch dimension; a contiguous cache (of latents)
-is a batch of rows. Rows of a batch lie beside the heads in a `CompressedKV`.
+is a batch of rows. Rows of a batch are joined with the heads in a `CompressedKV`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _entry(cache: AnyCache, layer: int, seq_id: int | None) -> CacheLayer:
 
 
 def same_slots(a: Method, b: Method) -> bool:
-    """Whether two methods pack tokens alike; sinks and window are beside the slots."""
+    """Return whether two methods make the same slots; sinks and window lie outside of them."""
     return replace(a, sinks=0, window=0) == replace(b, sinks=0, window=0)
 
 
@@ -100,7 +100,7 @@ def _stream(
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
         return PackedStream.of(make(x.shape[3], x.dtype), x, compute)
-    # Tokens of the window are packed, too, in a stream beside the cache's.
+    # Tokens of the window are packed, too, in a stream apart from the cache's.
     codec, state, tail = source.codec, stream_state(source), flat(source.tail)
     whole = source.length - source.length % codec.group
     slots = {name: x.flatten(0, 1)[None] for name, x in state.slots.items()}
@@ -111,7 +111,7 @@ def _stream(
     rest = flat(entry.dequantize(side))[:, :, whole:] if cut else tail[:, :, whole - state.start :]
     sinks: Mapping[str, Tensor] = {}
     if whole and codec.group > 1 and source.num_sinks:
-        # A cache's slots do not have their sinks: those groups are encoded anew, as they read.
+        # A cache's slots do not have their sinks: those groups are encoded again, as they read.
         unit = lcm(codec.group, TILE)
         end = min(-(-source.num_sinks // unit) * unit, whole)
         first = flat(entry.dequantize(side)[:, :, :end])
@@ -132,7 +132,7 @@ def _sealed(stream: Stream, tokens: int) -> Stream:
 
 
 def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
-    """Whether a layer is empty, has room, and would pack tokens to the same slots."""
+    """Return whether a layer is empty, has room, and would pack tokens to the same slots."""
     packed, batch, geometry = (compressed.k, compressed.v), compressed.batch, cache.geometry
     shapes = [(s.stream.tail.shape[1], s.stream.tail.shape[3]) for s in packed]
     rows = geometry.num_kv_heads * batch
@@ -147,8 +147,8 @@ def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
         if cache.batch_size not in (None, batch) or (most is not None and compressed.tokens > most):
             return False
     given, own = compressed.spec, entry.spec
-    alike = same_slots(given.key, own.key) and same_slots(given.value, own.value)
-    return alike and all(
+    same = same_slots(given.key, own.key) and same_slots(given.value, own.value)
+    return same and all(
         learnt_alike(entry.new_stream(stream.stream.tail, key).codec, stream.held)
         for stream, key in zip(packed, (True, False), strict=True)
     )

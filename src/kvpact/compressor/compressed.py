@@ -1,4 +1,4 @@
-"""What compressing gives: K and V of one layer, packed, with their bytes and their error."""
+"""The result of compressing: K and V of one layer, packed, with their bytes and their error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CompressedKV:
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device of its tensors."""
         return self.k.stream.tail.device
 
     def _shape(self, stream: PackedStream) -> tuple[int, ...]:
@@ -106,8 +106,8 @@ class CompressedKV:
     def error(self) -> KVError:
         """Normalised errors of K and of V, measured when the tokens were packed.
 
-        NaN where they came from a cache that had packed them already, or the compressor was told
-        not to measure.
+        NaN where they came from a cache that had packed them already, or where the compressor was
+        set not to measure.
         """
         return KVError(self.k.error, self.v.error)
 

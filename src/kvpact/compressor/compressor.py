@@ -237,7 +237,7 @@ class KVCacheCompressor:
         """Compress the latents of a layer as they are; heads are never expanded.
 
         In the result K is `c_kv` and V `k_rope`. The compressor's spec is completed as a cache's
-        is: `k_rope` gets 8-bit integers unless a method stands for it behind the slash. Parameters
+        is: `k_rope` gets 8-bit integers unless a method stands for it after the slash. Parameters
         and errors are those of `compress_paged_cache`; an `MLACache`, or another contiguous cache
         of latents, has no `seq_id`. `GeometryError` if the cache holds no latents.
         """

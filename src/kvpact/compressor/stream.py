@@ -55,7 +55,7 @@ _CHUNK = 1024
 
 
 def flat(x: Tensor) -> Tensor:
-    """Put rows of the batch beside the heads: `[1, B * H, T, D]`."""
+    """Join rows of the batch with the heads: `[1, B * H, T, D]`."""
     return x.reshape(1, prod(x.shape[:-2]), *x.shape[-2:])
 
 
@@ -100,7 +100,7 @@ class PackedStream:
 
     @property
     def held(self) -> StreamState:
-        """What is held, each tensor in one piece; slots are copies `[1, N, units, ...]`."""
+        """The state held, each tensor in one piece; slots are copies `[1, N, units, ...]`."""
         state = stream_state(self.stream)
         slots = {name: x.contiguous() for name, x in state.slots.items()}
         return replace(state, slots=slots, tail=state.tail.contiguous(), sinks=None)

@@ -1,4 +1,4 @@
-"""What an evaluation is given and what it gives back."""
+"""The inputs and the results of an evaluation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def is_recipe(self) -> bool:
-        """Whether `source` is a recipe."""
+        """True if `source` is a recipe."""
         return is_recipe(self.source)
 
     @property
@@ -173,7 +173,7 @@ class EvalRow:
 
 @dataclass(frozen=True)
 class CacheScore:
-    """What was measured of one cache, named as in `EvalRow`."""
+    """The measurements of one cache, named as in `EvalRow`."""
 
     spec: str
     packed_only: bool
@@ -187,7 +187,7 @@ def row_name(row: EvalRow | CacheScore, quote: str = "") -> str:
 
 @dataclass(frozen=True)
 class EvalProtocol:
-    """What was measured, on what, with what: the header of a report.
+    """The conditions of a measurement: the header of a report.
 
     Parameters
     ----------

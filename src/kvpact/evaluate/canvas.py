@@ -1,4 +1,4 @@
-"""What all plots have in common: figures, colours, axes."""
+"""The common parts of all plots: figures, colours, axes."""
 
 from __future__ import annotations
 

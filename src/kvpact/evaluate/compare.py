@@ -97,7 +97,7 @@ class SummaryRow:
     runs : int
         Models times texts.
     kl_mean, kl_mean_se, kl_max : float
-        Mean of the runs' mean KLs (each run counts alike), its standard error from the tokens of
+        Mean of the runs' mean KLs (each run counts equally), its standard error from the tokens of
         these runs (other models or texts vary more), and the worst run's.
     kl_ratio : float
         Geometric mean of the runs' ratios to the baseline; 1 for the baseline.

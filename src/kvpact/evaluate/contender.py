@@ -1,4 +1,4 @@
-"""What a package brings to the leaderboard: caches for transformers, by name."""
+"""Contenders, a package's entries in the leaderboard: caches for transformers, by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contender:
     requires : tuple of str
         Requirements with exact versions (``name==version``), installed without what they depend
         on into a folder of their own, because packages overwrite each other's modules. Empty
-        where the package is installed beside kvpact.
+        where the package is installed together with kvpact.
     changed : str
         What was changed to make it run, as a sentence; empty if nothing was.
     note : str

@@ -88,7 +88,7 @@ class FreeRunningResult:
     distinct: float
     text: str = ""
 
-    margin: ClassVar[float] = 0.6  # inches of a figure beside its panels
+    margin: ClassVar[float] = 0.6  # inches of a figure outside its panels
     height: ClassVar[float] = 4.2  # and those of a panel
     x_label: ClassVar[str] = "step; a dot: the first at which the cache's own choice differs"
 

@@ -1,4 +1,4 @@
-"""Quality over the length of a context: caches with a budget of bytes beside what else fits it.
+"""Quality over the length of a context: caches with a budget of bytes, and what else fits it.
 
 KL over position is measured on the text. What is remembered is measured by needles in a second
 text, one in each stretch: at its end all that came so far are asked for, on copies of the cache.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvpact.evaluate.base import Progress
 
 STRETCHES, FEWEST = 6, 4
-"""Stretches that a text is told in, and chunks that one has at least."""
+"""Stretches that a text is reported in, and chunks that one has at least."""
 CHUNK = 64
 """Tokens that a cache with a budget always takes at a time, while they fit."""
 UNIFORM = ("none", "int:bits=8", *(f"trellis:bits={bits}" for bits in (6, 5, 4, 3, 2)))
@@ -185,7 +185,7 @@ def contenders(
 
 
 @dataclass
-class _Run:
+class _CacheRun:
     """One cache on its way through a text."""
 
     cache: Any
@@ -248,9 +248,9 @@ def grow(
     model_name: str = "",
     text_name: str = "",
 ) -> GrowthResult:
-    """Measure caches with budgets over the length of a context, beside what else would fit.
+    """Measure caches with budgets over the length of a context, and what else would fit.
 
-    Beside each budget stand the best spec for all layers that fits at the end, and an exact cache
+    Next to each budget stand the best spec for all layers that fits at the end, and an exact cache
     of the first and the last tokens in the same bytes; and 2 bits for all layers.
 
     Parameters
@@ -286,7 +286,7 @@ def grow(
     parts = min(STRETCHES, -(-len(ids) // chunk) // FEWEST)
     ends = _ends(len(ids), chunk, parts)
     depths = [(i + 0.5) / len(ends) for i in range(len(ends))]
-    room = min(tokens, (limit or tokens) - CHUNK)  # for a question behind
+    room = min(tokens, (limit or tokens) - CHUNK)  # for a question after it
     drawn: dict[str, Any] = {
         "depths": depths,
         "samples": samples,
@@ -316,8 +316,8 @@ def grow(
         for name in makers
     ]
     dtype = str(model.dtype).removeprefix("torch.")
-    told = len(ids), chunk, len(depths) * samples, seed
-    return GrowthResult(tuple(rows), model_name, text_name, dtype, *told)
+    setup = len(ids), chunk, len(depths) * samples, seed
+    return GrowthResult(tuple(rows), model_name, text_name, dtype, *setup)
 
 
 def _ends(tokens: int, chunk: int, parts: int) -> list[int]:
@@ -326,15 +326,15 @@ def _ends(tokens: int, chunk: int, parts: int) -> list[int]:
     return [min(-(-count * (i + 1) // parts) * chunk, tokens) for i in range(parts)]
 
 
-def _start(model: PreTrainedModel, makers: Mapping[str, Make]) -> dict[str, _Run]:
+def _start(model: PreTrainedModel, makers: Mapping[str, Make]) -> dict[str, _CacheRun]:
     from transformers import DynamicCache
 
     made: dict[str, Make] = {EXACT: lambda: DynamicCache(config=model.config), **makers}
-    return {name: _Run(make()) for name, make in made.items()}
+    return {name: _CacheRun(make()) for name, make in made.items()}
 
 
 def _lockstep(
-    model: PreTrainedModel, ids: Tensor, runs: Mapping[str, _Run], chunk: int, steps: Steps
+    model: PreTrainedModel, ids: Tensor, runs: Mapping[str, _CacheRun], chunk: int, steps: Steps
 ) -> Iterator[tuple[int, Tensor, dict[str, Tensor | None]]]:
     """Yield the start of each chunk, its next tokens, and the logits of each cache."""
     for start, part, targets in chunks(ids.to(input_device(model)), chunk):
@@ -371,12 +371,12 @@ def _needles(
 
 
 def _points(
-    run: _Run, needles: Sequence[list[list[float]]], ends: Sequence[int], chunk: int
+    run: _CacheRun, needles: Sequence[list[list[float]]], ends: Sequence[int], chunk: int
 ) -> Iterator[GrowthPoint]:
     kl = torch.cat([torch.zeros(0, dtype=torch.float64, device="cpu"), *run.kl])
     for i, end in enumerate(ends):
         begin = max(ends[i - 1] if i else 0, chunk) - chunk
         own = kl[begin : end - chunk] if run.held >= end else kl[:0]
         found = kl.new_tensor([x for sample in needles for x in sample[i]])
-        kls, told = (mean_and_error(x) if len(x) else (nan, nan) for x in (own, found))
-        yield GrowthPoint(end, *kls, *told, *run.facts[i])
+        kls, recalled = (mean_and_error(x) if len(x) else (nan, nan) for x in (own, found))
+        yield GrowthPoint(end, *kls, *recalled, *run.facts[i])

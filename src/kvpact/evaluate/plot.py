@@ -23,7 +23,7 @@ from kvpact.evaluate.growth import GrowthPanel
 from kvpact.evaluate.task_scores import TaskResult
 
 Probe = FreeRunningResult | TaskResult
-"""What is measured beside the scores of the text: it has its tables, its sentence, its chart."""
+"""A measurement besides the scores of the text: it has its tables, its sentence, its chart."""
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
 

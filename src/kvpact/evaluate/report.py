@@ -17,7 +17,7 @@ READING = (
 
 PAIRED = (
     "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
-    "difference is beyond two standard errors. Each run counts alike; ratio is a geometric mean."
+    "difference is beyond two standard errors. Each run counts equally; ratio is a geometric mean."
 )
 LEARNING = (
     " Methods that learn from tokens (low rank, codebooks, keys of trellis, pca) learn from the "
@@ -81,7 +81,7 @@ def protocol_text(protocol: EvalProtocol, rows: Sequence[EvalRow]) -> str:
         f"{protocol.scored} scored: teacher-forced, the first chunk left out; a chunk attends to "
         "the past as stored, and to itself exactly, but in rows marked packed only or new as "
         "stored, as decoding without a window does; the exact reference "
-        f"is chunked alike and has perplexity {protocol.reference_perplexity:.4f}."
+        f"is chunked the same way and has perplexity {protocol.reference_perplexity:.4f}."
         + (LEARNING if any(row.fitted for row in rows) else "")
         + "".join(f" {text}" for text in (coverage_text(rows),) if text)
         + f" {versions}; {protocol.threads} threads."

@@ -19,7 +19,7 @@ PROBES = ("free_running", "tasks")
 
 @dataclass(frozen=True, repr=False)
 class EvalResult:
-    """What was measured of one model on one text; `print` shows the answer and a line a cache.
+    """The measurements of one model on one text; `print` shows the answer and a line a cache.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ class EvalResult:
 
     def __repr__(self) -> str:
         rows = ((row_name(x), verdict_of(x.kl_mean), x) for x in self.rows)
-        told = ([name, f"{verdict:<13}", *self._told(x)] for name, verdict, x in rows)
-        return f"{self.answer}\n\n{aligned(list(told))}"
+        lines = ([name, f"{verdict:<13}", *self._figures(x)] for name, verdict, x in rows)
+        return f"{self.answer}\n\n{aligned(list(lines))}"
 
     @property
     def answer(self) -> str:
@@ -53,13 +53,13 @@ class EvalResult:
         good = [row for row in rows if row.kl_mean <= dict(VERDICTS)["near-lossless"]]
         least = min(rows, key=lambda row: row.kl_mean)
         row = min(good or [least], key=lambda row: row.bytes + row.native_bytes)
-        told = ", ".join((verdict_of(row.kl_mean), *self._told(row)))
+        figures = ", ".join((verdict_of(row.kl_mean), *self._figures(row)))
         spec, _, sliding = row.spec.partition(" sliding=")
         more = f", sliding={sliding!r}" if sliding else ""
-        return f"{row_name(row)}: {told}; write CompressedCache(model, {spec!r}{more})"
+        return f"{row_name(row)}: {figures}; write CompressedCache(model, {spec!r}{more})"
 
     @staticmethod
-    def _told(row: EvalRow) -> tuple[str, str]:
+    def _figures(row: EvalRow) -> tuple[str, str]:
         kl = f"KL {kl_text(row.kl_mean)} +- {kl_text(row.kl_se)}"
         return kl, f"{whole_share(row)} % of the exact cache"
 
@@ -69,6 +69,6 @@ class EvalResult:
 
     @property
     def probes(self) -> dict[str, Probe]:
-        """What was measured beside the text's own scores, by name."""
+        """The measurements besides the text's own scores, by name."""
         found = {name: getattr(self, name) for name in PROBES}
         return {name: probe for name, probe in found.items() if probe is not None}

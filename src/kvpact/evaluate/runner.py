@@ -2,7 +2,7 @@
 
 A one-shot prefill never reads what a cache has stored and shows nothing. Here each chunk attends
 to the past as stored, and to itself as decoding does: exactly where a window holds its tokens, else
-as stored (`Candidate.as_decoded`). The exact reference is chunked alike. All caches advance in
+as stored (`Candidate.as_decoded`). The exact reference gets the same chunks. All caches advance in
 lockstep, so that the logits of two outputs at most exist at any time.
 """
 

@@ -296,7 +296,7 @@ def _check(ready: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> 
 def _answers(
     model: PreTrainedModel, cache: Any, context: Tensor, asked: Asked, chunk: int
 ) -> list[tuple[float, bool]]:
-    """Feed a context; return what `answers` returns behind it."""
+    """Feed a context; return what `answers` returns after it."""
     feed(model, context.to(input_device(model)), cache, chunk)
     return answers(model, cache, asked)
 

@@ -1,4 +1,4 @@
-"""What tasks are made of: a text's sentences and words, and what is drawn from them."""
+"""The material of tasks: a text's sentences and words, and what is drawn from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked after a context: `prompt`, and the `answer` that has to follow it.
+    """A question asked after a context: `prompt`, and the `answer` that has to follow it.
 
     `depth` is where it is to be found, 0 at the beginning of the context and 1 at its end.
     """

@@ -2,7 +2,7 @@
 
 A context is an agent's conversation: the schemas of its tools, then at each depth what
 ``list_files`` returned, files with an id, a path and a number of bytes, and between these what
-``read_page`` returned, sentences of the text. The last quarter is sentences alone; behind it calls
+``read_page`` returned, sentences of the text. The last quarter is sentences alone; after it calls
 show the form. So in a context of 8,192 tokens arguments are copied from 2,000 to 8,000 tokens back.
 """
 
@@ -57,7 +57,7 @@ def _call(file: dict[str, str | int]) -> str:
 
 
 def _asked(depth: float, file: dict[str, str | int]) -> list[Question]:
-    """Return a question for each argument, asked behind those before it.
+    """Return a question for each argument, asked after those before it.
 
     A text ends before its closing quotation mark, which tokenizers join with what follows.
     """

@@ -45,7 +45,7 @@ def learnt_of(
     """Return what the codecs of some layers of a model learnt, of all heads.
 
     `numbers`: the layers', among `total`; `specs`: of each; `geometry`: of all of them. Raises
-    `SpecError` where the file is of another model, as far as that can be told, or of other methods.
+    `SpecError` where the file is of another model, as far as that is known, or of other methods.
     """
     if known is None:
         return [NOTHING] * len(numbers)

@@ -28,7 +28,7 @@ Form = tuple[Sequence[int], torch.dtype]
 
 
 class Layout(Protocol):
-    """Where K and V, `[L, H, T, D]`, lie in an engine's chunk."""
+    """The layout of K and V, `[L, H, T, D]`, in an engine's chunk."""
 
     @property
     def head_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""What the cache of one layer of a model holds, whoever tells."""
+"""The shape of the cache of one layer of a model, whatever it is known from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class LayerShape(NamedTuple):
-    """What the cache of one layer holds; heads and widths are 0 where it has no K and V.
+    """The shape of the cache of one layer; heads and widths are 0 where it has no K and V.
 
     `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
     and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
-    however long; `index_width`: numbers per token beside K and V, of indexers; `k_eq_v`: whether
+    however long; `index_width`: numbers per token besides K and V, of indexers; `k_eq_v`: whether
     keys are made of values, and `made`: whether they are not held; `sliding`: what its window is
     packed by, if it is.
 
@@ -46,7 +46,7 @@ class LayerShape(NamedTuple):
         return CacheGeometry(1, self.heads, key_dim, value_dim, dtype, self.latent)
 
     def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
-        """Return the bytes that are held of the layer beside compressed K and V.
+        """Return the bytes that are held of the layer besides compressed K and V.
 
         `packed`: whether keys of an index are 8-bit integers, all but the last 64 tokens' at least,
         with a scale of four bytes per channel over 64 tokens, and whether its window is packed.

@@ -113,12 +113,12 @@ def load_model(
     reached. Weights are read from safetensors only, never unpickled. The model uses
     ``sdpa`` attention and is in evaluation mode. Raises `BackendUnavailable`, `KVPactError`.
     """
-    place = _Place.of(name_or_path)
+    place = _ModelPlace.of(name_or_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         with quiet_transformers():
-            # The small things first: what is no model is told apart before gigabytes are read.
+            # The small things first: what is no model is refused before gigabytes are read.
             config = AutoConfig.from_pretrained(place.name, local_files_only=place.local)
             tokenizer = AutoTokenizer.from_pretrained(place.name, local_files_only=place.local)
             model = AutoModelForCausalLM.from_pretrained(
@@ -143,9 +143,9 @@ def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
 
     file = Path(name_or_path).expanduser()
     if file.is_file():
-        place = _Place(str(file), True, "give the config.json of a model, or its folder")
+        place = _ModelPlace(str(file), True, "give the config.json of a model, or its folder")
     else:
-        place = _Place.of(name_or_path)
+        place = _ModelPlace.of(name_or_path)
     try:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -177,19 +177,19 @@ def opened(
     return model, tokenizer
 
 
-class _Place(NamedTuple):
-    """Where a model is: what `from_pretrained` is given, whether it is a path, what may help."""
+class _ModelPlace(NamedTuple):
+    """The place of a model: `from_pretrained`'s argument, whether it is a path, what may help."""
 
     name: str
     local: bool
     remedy: str
 
     @classmethod
-    def of(cls, name_or_path: str | os.PathLike[str]) -> _Place:
+    def of(cls, name_or_path: str | os.PathLike[str]) -> _ModelPlace:
         check_model(name_or_path)
         if (packaged := PACKAGED.get(str(name_or_path))) is not None:
             folder = str(packaged_folder(packaged))
-            remedy = f"delete the folder {folder}, it is made anew by the next call"
+            remedy = f"delete the folder {folder}, the next call makes it again"
             return cls(folder, True, remedy)
         path = Path(name_or_path).expanduser()
         local = path.is_dir()
@@ -292,7 +292,7 @@ def _file(module: str, name: str) -> Path | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all files that the manifest names are there with their sizes."""
+    """Return whether all files that the manifest names are there with their sizes."""
     try:
         sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sizes"]
         return bool(sizes) and all((folder / n).stat().st_size == s for n, s in sizes.items())
@@ -328,7 +328,7 @@ def _joined(model: PackagedModel, parts: list[Path], scratch: Path) -> Path:
             file.write(data)
     if digest.hexdigest() != model.sha256:
         raise KVPactError(
-            f"the parts of {model.title} in {parts[0].parent} and beside it are damaged: "
+            f"the parts of {model.title} in {parts[0].parent} and next to it are damaged: "
             f"pip uninstall them, then {model.install}"
         )
     return whole

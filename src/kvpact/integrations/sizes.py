@@ -1,4 +1,4 @@
-"""What caches would hold, counted from formats and shapes; nothing is allocated.
+"""Sizes of caches, counted from formats and shapes; nothing is allocated.
 
 What models that people run cache, and what slots of usual specs take, stands in data/models.json:
 of these, sizes are known without transformers and torch, which take seconds to import.
@@ -170,8 +170,8 @@ def size(
     """
     check_count("batch", batch, 1)
     asked = [specs] if isinstance(specs, str | Spec | PathLike | Mapping) else list(specs)
-    told = [tokens] if isinstance(tokens, str | int | float) else tokens
-    lengths = list(dict.fromkeys(map(length_of, told)))
+    given = [tokens] if isinstance(tokens, str | int | float) else tokens
+    lengths = list(dict.fromkeys(map(length_of, given)))
     held = layers_of(model, dtype)
     held = values_alone(held) if k_eq_v else held
     if sliding is not None:
@@ -320,7 +320,7 @@ def _dtype(config: Any) -> Any:
 
 
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
-    """Return the bytes of a cache: the fields of a `SizeRow` behind its first two."""
+    """Return the bytes of a cache: the fields of a `SizeRow` after its first two."""
     found = Counter(dict.fromkeys(PARTS, 0))
     packed = [spec != "none"] * len(layers.shapes)
     parts = _known_parts(spec, layers, tokens, batch)

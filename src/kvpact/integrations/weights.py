@@ -1,4 +1,4 @@
-"""What is read of a model's weights, in whatever form and wherever they are.
+"""Reading a model's weights, in whatever form and wherever they are.
 
 They may be plain tensors, elsewhere until a module is called (accelerate's offload), parts that
 several processes hold (DTensor), of a class of their own (torchao), or nothing that anybody but
@@ -122,13 +122,13 @@ def _unreadable(name: str, x: Any) -> MismatchError:
 
 
 def _is_shared(x: Any) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(x, known.DTensor)
 
 
 def gathers(model: Any) -> bool:
-    """Whether a model puts the parts of its tensors together before it computes (FSDP2)."""
+    """Return whether a model puts parts of its tensors together before it computes (FSDP2)."""
     known = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return known is not None and any(isinstance(x, known) for x in model.modules())
 
@@ -166,7 +166,7 @@ def part_of(model: Any) -> str:
 def mark(x: Any) -> object:
     """Return what changes when a tensor is replaced or written to, as far as it tells."""
     if not isinstance(x, Tensor) or x.is_meta:
-        return type(x)  # made anew by every call
+        return type(x)  # a new one at every call
     if type(x) is Parameter:  # others may lie nowhere
         return id(x), x.data_ptr(), x.is_inference() or x._version
     with suppress(Exception):  # a class of others may raise anything

@@ -36,7 +36,7 @@ SCALE = ".scale"
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What all records of one name have in common.
+    """The properties that all records of one name share.
 
     `shape`: of a batch of one row, with 0 tokens; `tokens`: the axis of tokens, None of a state;
     `kept`: the tokens that a ring keeps, None where it keeps all; `rounded`: whether its numbers
@@ -68,7 +68,7 @@ class RecordShape:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a blob holds, checked: records that begin with token `begin`, as they lay."""
+    """The checked contents of a blob: records that begin with token `begin`, as they lay."""
 
     begin: int
     records: Mapping[str, Tensor]
@@ -76,7 +76,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """How records become the blobs of checkpoints, and back; `packed`: rings as integers."""
+    """The conversion of records to blobs of checkpoints and back; `packed`: rings as integers."""
 
     chunks: ChunkKind
     shapes: tuple[RecordShape, ...]
@@ -84,7 +84,7 @@ class CheckpointKind:
 
     @cached_property
     def salt(self) -> bytes:
-        """A hash of everything on which the bytes of equal tokens depend, beside the chunks'."""
+        """A hash of everything on which the bytes of equal tokens depend, except the chunks'."""
         shapes = [{**vars(x), "dtype": str(x.dtype)} for x in self.shapes]
         data = {"format": [KIND, VERSION], "packed": self.packed, "records": shapes}
         return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=32).digest()
@@ -123,7 +123,7 @@ class CheckpointKind:
         }
 
     def pack(self, records: Sequence[RecordState], begin: int, ids: Sequence[int]) -> bytes:
-        """Return the blob of records that stand behind the tokens `ids`, from `begin` on.
+        """Return the blob of records that stand after the tokens `ids`, from `begin` on.
 
         Raises `SnapshotError` where they are not the records that the kind knows.
         """
@@ -177,7 +177,7 @@ class CheckpointKind:
         return Checkpoint(begin, records)
 
     def load(self, read: Callable[[int], Blob], ids: Sequence[int]) -> list[RecordState]:
-        """Return the records behind the tokens `ids`; `read` gives the blob behind so many tokens.
+        """Return the records after the tokens `ids`; `read` gives the blob after so many tokens.
 
         Raises `FormatError` and `IntegrityError` where a blob that is needed is missing or damaged.
         """

@@ -44,12 +44,12 @@ KIND = "kvpact.prefix"
 VERSION = 1
 SLOTS, SINKS = "slots", "sinks"
 _TOGETHER = 4 << 20
-"""Bytes of layers that are copied, and let go of, together."""
+"""Bytes of layers that are copied, and released, together."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a blob holds, checked: bytes of the slots and of the sinks, `[n]` uint8."""
+    """The checked contents of a blob: bytes of the slots and of the sinks, `[n]` uint8."""
 
     slots: Tensor
     sinks: Tensor
@@ -90,7 +90,7 @@ class ChunkKind:
 
     @cached_property
     def salt(self) -> bytes:
-        """What the chain of keys begins with: a hash of everything here."""
+        """The start of the chain of keys: a hash of everything here."""
         learnt = hashlib.blake2b(digest_size=32)
         for index, pair in enumerate(self.codecs):
             for side, codec in zip("kv", pair, strict=True):
@@ -182,7 +182,7 @@ class ChunkKind:
         return [prod(shape) * self.geometry.dtype.itemsize for shape in self._sink_shapes(index)]
 
     def sinks(self, chunks: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the sinks of K and V, layer by layer; those behind the last chunk are zero."""
+        """Return the sinks of K and V, layer by layer; those after the last chunk are zero."""
         assert self.geometry.dtype is not None
         parts: list[list[Tensor]] = [[] for _ in range(2 * len(self.specs))]
         for index, chunk in enumerate(chunks):
@@ -242,7 +242,7 @@ class Prefix:
         self._sinks[index] = chunk.sinks
 
     def state(self, count: int, records: Sequence[RecordState]) -> CacheState:
-        """Return what a cache holds behind so many chunks, and its model's other layers hold."""
+        """Return what a cache, and its model's other layers, hold after so many chunks."""
         geometry, tokens = self._kind.geometry, count * self._kind.size
         return CacheState(geometry, 1, tokens, self._layers(count, tokens), records)
 

@@ -17,7 +17,7 @@ class Gone(Exception):
     """The store gave nothing for the key of a checkpoint that it affirms."""
 
     def __init__(self, key: str, end: int) -> None:
-        super().__init__(f"the checkpoint behind token {end} is gone")
+        super().__init__(f"the checkpoint after token {end} is gone")
         self.key = key
 
 

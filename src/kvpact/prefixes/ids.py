@@ -11,7 +11,7 @@ from kvpact.errors import GeometryError
 
 Tokens = Sequence[int] | Tensor
 BATCH = 8
-"""Chunks that are packed at once: what saving takes of memory, beside the cache."""
+"""Chunks that are packed at once: the memory that saving takes in addition to the cache."""
 
 
 def token_ids(tokens: Tokens) -> list[int]:

@@ -67,7 +67,7 @@ class PrefixCache:
         omitted.
     storage : str, Spec, path or mapping, optional
         Spec or recipe by which chunks are stored, such as ``pca:bits=1.5``, if not as they lie in
-        the cache: tokens are compressed anew where they are saved and where they are loaded. Keys
+        the cache: tokens are compressed again where they are saved and where they are loaded. Keys
         depend on it, and no longer on the cache's own spec.
     calibration : Calibration or mapping, optional
         What methods of `storage` learnt (``kvpact calibrate``).
@@ -116,7 +116,7 @@ class PrefixCache:
         self.written = 0
         """Chunks that `save` wrote."""
         self._unreadable: set[str] = set()
-        """Keys that the store affirms and gave nothing usable for: `save` writes them anew."""
+        """Keys that the store affirms and gave nothing usable for: `save` writes them again."""
         self._known = 0  # chunks that the store had when `load` was called last
         self._source: PrefixSource = source_of(cache, device)
         self._records = self._source if isinstance(self._source, RecordSource) else None
@@ -201,7 +201,7 @@ class PrefixCache:
         """Put the longest prefix that the store holds into an empty cache.
 
         A chunk that is damaged, gone, or that the store can't read (it is another secret's, say)
-        shortens the prefix, with a `StoreWarning`. The next `save` of this object writes it anew.
+        shortens the prefix, with a `StoreWarning`. The next `save` of this object writes it again.
 
         Parameters
         ----------
@@ -279,9 +279,9 @@ class PrefixCache:
                     self._unreadable |= {error.key, kind.key(keys[count - 1])}
                 else:
                     self._drop([kind.key(keys[count - 1])])
-                told = f"windows and states behind token {count * self.chunk} can't be used"
+                text = f"windows and states after token {count * self.chunk} can't be used"
                 warnings.warn(
-                    f"{told} ({error}): the prefix is shorter", StoreWarning, stacklevel=3
+                    f"{text} ({error}): the prefix is shorter", StoreWarning, stacklevel=3
                 )
         return 0, []
 
@@ -304,7 +304,7 @@ class PrefixCache:
 
         Chunks that the last `load` could not read count as missing, and are replaced.
 
-        Chunks are saved as they lie. Where a rollback reached behind the window into a packed
+        Chunks are saved as they lie. Where a rollback reached past the window into a packed
         group, its later tokens were coded with the scales of those rejected: what is saved, and
         shared from then on, is less exact there than a fresh prefill's. Methods that code each
         token alone have no such groups; else let the window be wider than what is rolled back.
@@ -351,19 +351,19 @@ class PrefixCache:
     def _save_checkpoint(
         self, keys: Sequence[str], ids: Sequence[int], held: int, seq: int | None
     ) -> None:
-        """Store the windows and states behind the `held` tokens, if a chunk ends there."""
+        """Store the windows and states after the `held` tokens, if a chunk ends there."""
         kind, records = self._checkpoints, self._records
         if kind is None or records is None or not keys:
             return
         count = held // self.chunk
         if held % self.chunk:
             if not self._checkpoint(keys, len(keys)):
-                told = (
+                text = (
                     f"the windows and states of this model stand at {held} tokens, where no chunk "
                     "of the prefix ends, so nothing of it can be loaded: prefill() stops where "
                     "they can be saved"
                 )
-                warnings.warn(told, StoreWarning, stacklevel=3)
+                warnings.warn(text, StoreWarning, stacklevel=3)
         elif count <= len(keys) and self._lack([key := kind.key(keys[count - 1])])[0]:
             nearest = range(count - 1, kind.begins(held) // self.chunk, -1)
             lacks = self._lack([kind.key(keys[n - 1]) for n in nearest])

@@ -1,4 +1,4 @@
-"""What a `PrefixCache` needs of a cache, and how the caches of kvpact give it."""
+"""The interface that a `PrefixCache` needs of a cache, and the adapters of kvpact's caches."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def source_of(
 
 
 class StoredSource:
-    """A cache whose prefixes are stored, compressed anew, by another spec (see `PrefixSource`)."""
+    """A cache whose prefixes are compressed again, by another spec (see `PrefixSource`)."""
 
     def __init__(
         self, source: PrefixSource, spec: SpecLike, calibration: Calibration | None
@@ -172,8 +172,8 @@ class StoredSource:
         streams = [stream for layer in held for stream in layer.streams()]
         if any(x.offset and x.offset.origin is not None for x in streams):
             raise GeometryError("prefixes begin at position 0; this cache's tokens begin elsewhere")
-        alike = self.geometry, self._calibration, self.key_offsets, streams[0].tail.device
-        stored = recoded(held, self.specs, *alike)
+        shared = self.geometry, self._calibration, self.key_offsets, streams[0].tail.device
+        stored = recoded(held, self.specs, *shared)
         return [stored.entry(index) for index in range(len(held))]
 
     def restore(self, held: CacheState, seq: int | None) -> None:

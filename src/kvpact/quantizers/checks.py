@@ -46,7 +46,7 @@ def by_row(flags: list[Tensor] | None, rows: int) -> list[Tensor] | list[None]:
 
 
 def checks_are_deferred() -> bool:
-    """Whether this thread collects flags."""
+    """Return whether this thread collects flags."""
     return getattr(_local, "flags", None) is not None
 
 

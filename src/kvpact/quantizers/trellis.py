@@ -94,7 +94,7 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
     """Return the codes of least square error.
 
     The first and the last state have to be equal. A first pass begins in the middle of the vector
-    with all states alike; the state in which its best path is before the first number is the one
+    with all states equal; the state in which its best path is before the first number is the one
     that the second pass begins and ends with. At 16 states and 64 numbers that is within .7 % of
     the best. Of vectors with less than `SHORT` numbers, where it would be 14 %, every state is
     tried.

@@ -2,7 +2,7 @@
 
 from kvpact.callable_package import let_call
 from kvpact.recommend.allocate import allocate
-from kvpact.recommend.base import Measured, Plan, Recommendation, RecommendationError
+from kvpact.recommend.base import Measured, RecipePlan, Recommendation, RecommendationError
 from kvpact.recommend.budget import budget_bytes
 from kvpact.recommend.files import write_recommendation
 from kvpact.recommend.gradients import measure_sensitivity
@@ -12,7 +12,7 @@ from kvpact.recommend.sensitivity import Sensitivity
 
 __all__ = [
     "Measured",
-    "Plan",
+    "RecipePlan",
     "Recommendation",
     "RecommendationError",
     "Sensitivity",

@@ -9,7 +9,7 @@ from kvpact.recommend.base import RecommendationError, Slot
 
 
 class Rung(NamedTuple):
-    """What one spec takes, and costs, in one place."""
+    """The bytes and the cost of one spec for K or V of one layer."""
 
     spec: str
     bytes: int

@@ -1,4 +1,4 @@
-"""What a recommendation is made of."""
+"""The parts of a recommendation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecommendationError(KVPactError, ValueError):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one spec costs on every compressed layer, and its sizes.
+    """The costs of one spec on every compressed layer, and its sizes.
 
     Parameters
     ----------
@@ -95,8 +95,8 @@ def predicted(measured: Mapping[str, Measured], choice: Mapping[Slot, str]) -> f
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is predicted of specs, and a recipe within the budget.
+class RecipePlan:
+    """The predictions for specs, and a recipe within the budget.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class Plan:
 
     @property
     def ladder(self) -> dict[str, list[float]]:
-        """What a distortion costs in K and V of each layer (see `kvpact.recipe.sensitivities`).
+        """The cost of a distortion in K and V of each layer (see `kvpact.recipe.sensitivities`).
 
         Read off the smallest spec of a recipe, where it is largest; 1 is the mean.
         """
@@ -186,7 +186,7 @@ class Recommendation:
 
     Parameters
     ----------
-    plan : Plan
+    plan : RecipePlan
         Before the evaluation.
     evaluation : EvalResult
         Rows of the recipe (``recipe``, if it differs between layers) and of the best spec for all
@@ -198,7 +198,7 @@ class Recommendation:
         they were not measured.
     """
 
-    plan: Plan
+    plan: RecipePlan
     evaluation: EvalResult
     growth: SizeResult | None = None
     tools: TaskResult | str = "not asked for"
@@ -229,14 +229,14 @@ class Recommendation:
 
     @property
     def table(self) -> str:
-        """What was compared, and bytes as a text grows."""
+        """The table of what was compared, and of bytes as a text grows."""
         lines = [["spec", "slot bits", "bytes", "KL predicted", "calibrated", "measured"]]
         kl = {row.spec: kl_text(row.kl_mean) for row in self.evaluation.rows}
         for spec in [x.spec for x in self.plan.measured] + ["recipe"] * ("recipe" in kl):
             own = self.plan.recipe_bytes if spec == "recipe" else self.plan.bytes_of(spec)
             bits = "-" if spec == "recipe" else f"{self.plan.of(spec).slot_bits:.2f}"
-            told = (self.predicted_of(spec), self.calibrated(spec))
-            lines.append([spec, bits, size_text(own), *map(kl_text, told), kl.get(spec, "-")])
+            kls = (self.predicted_of(spec), self.calibrated(spec))
+            lines.append([spec, bits, size_text(own), *map(kl_text, kls), kl.get(spec, "-")])
         return "\n\n".join((aligned(lines), *([repr(self.growth)] if self.growth else [])))
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -275,7 +275,7 @@ class Recommendation:
         """Return a prediction at the level that the evaluation found.
 
         It is multiplied by the measured KL over the predicted one, of whatever was evaluated but
-        itself (geometric mean): what predictions leave out is much the same for specs alike.
+        itself (geometric mean): what predictions leave out is much the same for all specs.
         `spec` is a measured one, or ``recipe``.
         """
         own = self.predicted_of(spec)
@@ -297,7 +297,7 @@ class Recommendation:
 
     @property
     def kept(self) -> TaskRow | None:
-        """What is right of the arguments of tool calls; None if that was not measured."""
+        """The scores of the arguments of tool calls; None if they were not measured."""
         return None if isinstance(self.tools, str) else self.tools.rows()[-1]
 
     @property
@@ -306,9 +306,9 @@ class Recommendation:
 
         ``visible`` at best where arguments of tool calls are lost: more than two standard errors.
         """
-        kept, told = self.kept, verdict_of(self.row.kl_mean)
+        kept, verdict = self.kept, verdict_of(self.row.kl_mean)
         lost = kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
-        return "visible" if lost and told != "broken" else told
+        return "visible" if lost and verdict != "broken" else verdict
 
 
 def _save_heat_map(

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpact.evaluate import EvalRow
 from kvpact.evaluate.text import VERDICTS
-from kvpact.recommend.base import Plan, Recommendation
+from kvpact.recommend.base import RecipePlan, Recommendation
 
 RECIPE, LADDER = "recipe.toml", "ladder.toml"
 
@@ -39,7 +39,7 @@ def write_recommendation(
     return paths
 
 
-def ladder_text(plan: Plan, head: Sequence[str], model: str, text: str) -> str:
+def ladder_text(plan: RecipePlan, head: Sequence[str], model: str, text: str) -> str:
     """Return the TOML of a recipe that begins exact and says what a distortion costs where."""
     measured = {"model": model, "text": text, "tokens": plan.tokens}
     return recipe_text("none", plan.num_layers, head, measured, plan.ladder)
@@ -102,7 +102,7 @@ def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
 
 
 def measured_row(
-    plan: Plan,
+    plan: RecipePlan,
     row: EvalRow,
     text: str,
     source: str | Mapping[str, Any],
@@ -116,8 +116,8 @@ def measured_row(
     """
     own = source == plan.recipe
     held = plan.recipe_bytes if own else plan.bytes_of(str(source))
-    told = plan.recipe_predicted if own else plan.of(str(source)).predicted
-    predicted = {"kl_predicted": _rounded(told)} if made_of_it else {}
+    kl = plan.recipe_predicted if own else plan.of(str(source)).predicted
+    predicted = {"kl_predicted": _rounded(kl)} if made_of_it else {}
     return {
         "spec": source if isinstance(source, str) else "recipe",
         "text": text,
@@ -135,7 +135,7 @@ def recipe_text(
     measured: Mapping[str, Any],
     ladder: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """Return the TOML of a recipe (see `kvpact.recipe`): a spec for all layers, or `Plan.recipe`'s.
+    """Return a recipe's TOML (see `kvpact.recipe`): one spec, or those of `RecipePlan.recipe`.
 
     `num_layers`: other models' caches refuse it. `measured`: the table ``measured``, with ``rows``;
     `ladder`: the table of that name.

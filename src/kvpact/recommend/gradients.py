@@ -40,7 +40,7 @@ def measure_sensitivity(
     """Feed tokens as `evaluate` does, exactly, and measure what errors of the past would cost.
 
     `token_ids`: int64 ``[N]``, more than a chunk, of which the first is left out; `draws`: random
-    vectors, and backward passes, for each chunk; `steps`: told of `sensitivity_steps`. A model
+    vectors, and backward passes, for each chunk; `steps`: called with `sensitivity_steps`. A model
     whose attention can't be seen is a `KVPactError` (see `seen_attention`).
     """
     from transformers import DynamicCache
@@ -83,7 +83,7 @@ def measure_sensitivity(
 
 
 class _Stored:
-    """What layers attend to of the past, in one chunk; a cache would code the tokens `coded`."""
+    """The past that layers attend to in one chunk; a cache would code the tokens `coded`."""
 
     def __init__(self, coded: slice) -> None:
         self.coded = coded
@@ -114,7 +114,7 @@ class _Stored:
 
 
 class _Sums:
-    """What is kept of chunks."""
+    """The sums kept of chunks."""
 
     def __init__(self) -> None:
         self._key: dict[int, list[Tensor]] = {}

@@ -42,7 +42,7 @@ CANDIDATES = (
 
 
 class Costs(NamedTuple):
-    """What one spec costs on each layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
+    """The costs of one spec by layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
 
     `shrunk`: layer -> what V loses in length (see `Sensitivity`).
     """
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured of a model on a text, for plans of any budget.
+    """The measurements of a model on a text, for plans of any budget.
 
     `seen`: queries, K and V of the text; `costs`: of each spec; `draws`: random directions of the
     gradients; `left_out`: specs that the model's K and V do not allow, and why; `notes`: large key

@@ -22,7 +22,7 @@ from kvpact.recipe import SpecLike
 from kvpact.recommend.allocate import Rung, allocate
 from kvpact.recommend.base import (
     Measured,
-    Plan,
+    RecipePlan,
     Recommendation,
     RecommendationError,
     Sizes,
@@ -99,7 +99,7 @@ def recommend(
     """
     budget = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
     if not is_spec(budget):
-        budget_bytes(budget, 0)  # a misspelt one is told before anything is read
+        budget_bytes(budget, 0)  # a misspelt one is reported before anything is read
     network, tokenizer = opened(model, tokenizer)
     check_sizes(tokens, chunk, positions(network))
     text = book_path().read_text("utf-8") if text is None else text
@@ -200,7 +200,7 @@ def outlier_notes(seen: Seen) -> list[str]:
     return notes
 
 
-def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
+def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> RecipePlan:
     """Predict the KL of specs, and make a recipe within a budget (see `recommend`).
 
     Layers with a bounded window stay exact and count. What allows nothing is refused.
@@ -218,7 +218,7 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
             f"{sizes.exact:,} at {context} tokens; give a larger --budget"
         )
     taken = allocate(_ladders(measured, none), room)
-    return Plan(
+    return RecipePlan(
         measured=tuple(measured),
         left_out=found.left_out,
         sizes=sizes,
@@ -235,14 +235,14 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
 
 def _crossed(found: Survey, context: int, none: Mapping[Slot, int], room: int) -> float:
     """Return the mean over the draws of what each predicts of the recipe that the others make."""
-    told = []
+    kls = []
     for draw in range(found.draws):
         others = [x for x in range(found.draws) if x != draw]
         taken = allocate(_ladders(measured_of(found, context, others), none), room)
         alone = measured_of(found, context, [draw], smooth=False)
         choice = {slot: rung.spec for slot, rung in taken.items()}
-        told.append(predicted({x.spec: x for x in alone}, choice))
-    return fmean(told)
+        kls.append(predicted({x.spec: x for x in alone}, choice))
+    return fmean(kls)
 
 
 def _limit(budget: str, sizes: Sizes, seen: Seen, context: int) -> int:
@@ -268,7 +268,7 @@ def _ladders(measured: Sequence[Measured], none: Mapping[Slot, int]) -> dict[Slo
 def verify(
     model: PreTrainedModel,
     token_ids: Tensor,
-    plan: Plan,
+    plan: RecipePlan,
     *,
     chunk: int = 256,
     progress: Progress | None = None,

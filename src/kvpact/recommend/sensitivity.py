@@ -1,4 +1,4 @@
-"""What errors of stored K and V cost in KL, to second order, from gradients on one text.
+"""The cost of errors of stored K and V in KL, to second order, from gradients on one text.
 
 With `p` the exact distribution of a next token and `J` the derivative of its logits with respect to
 the stored K and V, an error `d` of these costs `1/2 d' J' (diag p - p p') J d`. A random vector
@@ -11,7 +11,7 @@ tokens. So `g . d` is squared head by head for K, and token by token for V; the 
 is what the *noise* of a layer's K or V costs, and such sums add. (Errors of K of one head may work
 in the same direction at all its tokens: weights that are too even, for instance.)
 
-One part of the errors of V is alike everywhere: codes of least square error are shorter than what
+One part of the errors of V is common to all: codes of least square error are shorter than what
 they stand for, by a share `a`, so that the outputs of all layers shrink. That costs
 `(sum over layers of a w)^2`. `(sum of w)^2` is measured by passes whose stored V are shorter in all
 layers, and is shared among the layers as the gradients along V tell.
@@ -35,7 +35,7 @@ SINKS, WINDOW = 4, 64
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a model makes of errors, on one text.
+    """The effect of errors on a model, on one text.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Sensitivity:
         Queries, K and V of all T tokens.
     key, value : mapping
         Layer -> gradients of each chunk but the first, bf16 ``[draws, H_kv, t, D]``, with respect
-        to the `t` tokens behind the sinks that were stored as codes.
+        to the `t` tokens after the sinks that were stored as codes.
     shrinkage : mapping
         Layer -> `w` of V, in the root of nats.
     scored : int

@@ -1,6 +1,6 @@
 """A safetensors file or buffer whose bytes are all under a checksum, section by section.
 
-The bytes behind the table of checksums are cut into *sections*, one after the other; each has a
+The bytes after the table of checksums are cut into *sections*, one after the other; each has a
 BLAKE2b-128 in the table, so a section can be read and checked alone. A BLAKE2b-256 over header and
 table stands in the header and thus over everything. See docs/snapshot-format.md.
 """
@@ -42,7 +42,7 @@ Runs = Sequence[tuple[int, Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SectionRun:
     """Sections of the same sizes, repeated: the first one's number, where it begins."""
 
     first: int
@@ -101,7 +101,7 @@ class _File:
             if (count := self._read(data[at - end :], at)) == 0:
                 raise IntegrityError(
                     f"the file was cut short to {os.fstat(self._handle).st_size} of {self._size} "
-                    "bytes since it was opened: write it anew, and open it again"
+                    "bytes since it was opened: write it again, and reopen it"
                 )
             at += count
         return data
@@ -154,7 +154,7 @@ class Container:
         if _root(head, self._table) != self.digest:
             raise IntegrityError("header or checksums were changed: the checksum does not match")
 
-    def _sections(self) -> list[_Run]:
+    def _sections(self) -> list[_SectionRun]:
         """Return the runs of sections; never as a list of all, which could be long."""
         first = next(iter(self.entries), None)
         if first != TABLE or self.entries[TABLE].dtype != torch.uint8:
@@ -171,7 +171,7 @@ class Container:
             good = isinstance(run, list) and len(run) == 2 and isinstance(run[1], list)
             if not good or any(type(n) is not int or n < 0 for n in (run[0], *run[1])):
                 raise FormatError("the list of sections is damaged")
-            found.append(_Run(sections, size, run[0], [0, *accumulate(run[1])]))
+            found.append(_SectionRun(sections, size, run[0], [0, *accumulate(run[1])]))
             sections += run[0] * len(run[1])
             size += run[0] * sum(run[1])
         if sections != table.shape[0]:

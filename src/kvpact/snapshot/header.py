@@ -42,7 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: dtype, shape, and its bytes `begin <= i < end` behind the header."""
+    """A tensor: dtype, shape, and its bytes `begin <= i < end` after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ def header_length(first: bytes, total: int) -> int:
 
 
 def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
-    """Return a header's metadata and tensors, which fill the `room` bytes behind it, in order."""
+    """Return a header's metadata and tensors, which fill the `room` bytes after it, in order."""
     stripped = text.rstrip(b" ")
     if len(text) % 8 or len(text) - len(stripped) > 7:
         raise FormatError("the header's padding is wrong")

@@ -73,7 +73,7 @@ _RECORD = {
 
 @dataclass(frozen=True)
 class OffsetEntry:
-    """What the manifest says of the offset that keys are stored without (see `StreamState`)."""
+    """The manifest's entry of the offset that keys are stored without (see `StreamState`)."""
 
     dtype: torch.dtype
     scaling: float
@@ -82,7 +82,7 @@ class OffsetEntry:
 
 @dataclass(frozen=True)
 class StreamEntry:
-    """What the manifest says of K or V of a layer (see `StreamState`)."""
+    """The manifest's entry of K or V of a layer (see `StreamState`)."""
 
     fields: tuple[FieldInfo, ...]
     packed: int
@@ -94,7 +94,7 @@ class StreamEntry:
     query_energy: int | None = None
 
     def tensors(self) -> dict[str, int | None]:
-        """Return the tensors beside the pages and their tokens, None for those not by token."""
+        """Return the tensors besides the pages and their tokens, None for those not by token."""
         learnt: dict[str, int | None] = {f"learnt.{part}": None for part in self.learnt}
         if self.offset is not None:
             learnt |= dict.fromkeys(OFFSET_TENSORS)
@@ -115,7 +115,7 @@ class StreamEntry:
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """What the manifest says of a layer (see `LayerState`)."""
+    """The manifest's entry of a layer (see `LayerState`)."""
 
     spec: dict[str, Any]
     dtype: torch.dtype | None

@@ -25,7 +25,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 def on_host(x: Tensor) -> Tensor:
     """Return a tensor on the CPU: itself, or a complete copy.
 
-    From a CUDA device it is copied to page-locked memory on a stream of its own, beside other work.
+    From a CUDA device it is copied to page-locked memory on a stream of its own, during other work.
     """
     x = x.detach()
     if x.device.type != "cuda":

@@ -87,7 +87,7 @@ def _stacked(streams: Sequence[StreamState]) -> StreamState:
 
 
 def cut(state: LayerState, end: int) -> LayerState:
-    """Return a layer's state that ends behind `end` packed tokens, with nothing in the tail."""
+    """Return a layer's state that ends after `end` packed tokens, with nothing in the tail."""
     if state.streams is None:
         return state
     batch = state.streams[0].tail.shape[0]
@@ -97,8 +97,8 @@ def cut(state: LayerState, end: int) -> LayerState:
         sinks = stream.sinks
         if sinks is not None:
             places = torch.arange(sinks.shape[2], dtype=torch.int64, device="cpu")
-            behind = first.unsqueeze(1) + places >= end
-            sinks = sinks.masked_fill(behind[:, None, :, None], 0)
+            after = first.unsqueeze(1) + places >= end
+            sinks = sinks.masked_fill(after[:, None, :, None], 0)
         # Packed tokens are those of a codec that has learnt.
         held = replace(stream, packed=end, start=end, sinks=sinks, query_energy=None)
         streams.append(replace(held, tail=stream.tail[:, :, :0]))

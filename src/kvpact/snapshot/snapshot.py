@@ -43,7 +43,7 @@ KIND = "kvpact.snapshot"
 
 
 class Snapshot:
-    """What a cache held: packed slots as they lay there, exact tokens, and a manifest.
+    """The contents of a cache: packed slots as they lay there, exact tokens, and a manifest.
 
     Made by `cache.snapshot()`, read with `load`, `open` or `from_bytes`, which raise `FormatError`
     where the manifest and the tensors don't fit together.
@@ -53,8 +53,8 @@ class Snapshot:
         self._container = container
         self.manifest: Manifest = read_manifest(container.manifest)
         if container.version not in self.manifest.versions:
-            told = f"what the manifest speaks of does not fit version {container.version}"
-            raise FormatError(told)
+            text = f"what the manifest speaks of does not fit version {container.version}"
+            raise FormatError(text)
         check_tensors(self.manifest, container)
 
     @classmethod
@@ -220,7 +220,7 @@ class Snapshot:
             if name in wanted and held[name] != value:
                 raise MismatchError(
                     f"the snapshot's {name} is {held[name]!r}, not {value!r}: these tokens would "
-                    "have other K and V; compute them anew"
+                    "have other K and V; compute them again"
                 )
 
     def __repr__(self) -> str:

@@ -84,7 +84,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class RecordState:
-    """What a model's layer holds beside compressed K and V: a window of them, or a state.
+    """A tensor that a layer holds besides compressed K and V: a window of them, or a state.
 
     `layer`: of the model; `name`: what the layer calls it; `tensor`: with the batch as its axis
     `rows`; `tokens`: how many it stands at.
@@ -109,7 +109,7 @@ class RecordState:
 
 
 class CacheState(NamedTuple):
-    """What caches restore: of whatever origin, and of a model's other layers too.
+    """The state that caches restore, of whatever origin, and of a model's other layers too.
 
     `tokens`: of the longest layer; `layers`: each may be there once, when it is asked for.
     """
@@ -123,7 +123,7 @@ class CacheState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Whose tokens these are: what makes K and V differ beside the tokens and the cache's spec.
+    """The origin of tokens: what K and V depend on besides the tokens and the cache's spec.
 
     Parameters
     ----------

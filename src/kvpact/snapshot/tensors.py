@@ -1,4 +1,4 @@
-"""The tensors of a snapshot beside its pages: token ids, what codecs learnt, exact tokens."""
+"""The tensors of a snapshot besides its pages: token ids, what codecs learnt, exact tokens."""
 
 from __future__ import annotations
 

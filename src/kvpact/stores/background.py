@@ -1,4 +1,4 @@
-"""`BackgroundStore`: puts that don't wait for the store behind them."""
+"""`BackgroundStore`: puts that don't wait for the store they go to."""
 
 from __future__ import annotations
 

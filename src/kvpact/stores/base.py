@@ -26,7 +26,7 @@ class StoreWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """What a store holds, and what this object saw of it.
+    """Figures of a store: what it holds, and what this object saw of it.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class StoreStats:
 
 @dataclass(frozen=True, kw_only=True)
 class GCReport:
-    """What `Store.gc` removed.
+    """The entries and bytes that `Store.gc` removed.
 
     Attributes
     ----------
@@ -171,7 +171,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and let go of files, connections and threads; a second call does nothing."""
+        """Flush and release files, connections and threads; a second call does nothing."""
 
     def __contains__(self, key: Key) -> bool:
         return self.contains(key)

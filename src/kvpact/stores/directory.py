@@ -29,7 +29,7 @@ _FORMAT = {"format": "kvpact.store", "version": 1}
 _SQLITE = ("", "-wal", "-shm", "-journal")  # the last one while another process makes the index
 _OURS = ("blobs", "tmp", "index.lock", *(f"index.sqlite3{suffix}" for suffix in _SQLITE))
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_USES_KEPT = 256  # reads remembered before the index is told in what order entries were used
+_USES_KEPT = 256  # reads remembered before the index records in what order entries were used
 
 
 class DirectoryStore(RecordStore):

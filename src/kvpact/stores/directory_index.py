@@ -164,7 +164,7 @@ class Index:
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None:
-            # Another process may have made the index anew.
+            # Another process may have made a new index.
             with suppress(FileNotFoundError):
                 if self.path.stat().st_ino == self._inode:
                     return self._connection
@@ -207,7 +207,7 @@ class Index:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from opening the index, or making it anew, at the same time."""
+        """Keep other processes from opening the index, or making a new one, at the same time."""
         with suppress(FileExistsError):
             os.close(create_private(self._gate))
         handle = os.open(self._gate, os.O_RDWR)

@@ -62,7 +62,7 @@ class FsspecStore(RecordStore):
         self._magic = any(sign in self._root for sign in "*?[")  # `cat` would look for others
 
     def __repr__(self) -> str:
-        # Credentials may stand between :// and @, and behind the ? of a signed URL.
+        # Credentials may stand between :// and @, and after the ? of a signed URL.
         scheme, _, rest = self._url.partition("://")
         rest, _, query = rest.partition("?")
         rest = "..." if "@" in query else rest.rpartition("@")[2]  # ...: a password with a ? in it

@@ -37,7 +37,7 @@ class MooncakeStore(RecordStore):
 
     A master knows which entry lies where; bytes go from process to process over TCP. What a
     process gave is gone when it ends, with the entries there. `segment_size` is what this store
-    gives, nothing unless it is told; then others have to: ``mooncake_client``, or another store.
+    gives, nothing by default; then others have to: ``mooncake_client``, or another store.
     Where the cluster is full, the master drops entries, those used longest ago first, and refuses
     with `StoreFull` while all were used a moment ago.
 

@@ -19,7 +19,7 @@ from typing import Any
 LANES = 4
 """Calls that may move a blob at once."""
 
-_START_LIMIT = 30  # seconds for a process to start on a busy machine, behind the master's timeout
+_START_LIMIT = 30  # seconds for a process to start on a busy machine, after the master's timeout
 _CLOSE_LIMIT = 5  # seconds to leave the cluster; it takes two, and more where the master is away
 
 
@@ -58,7 +58,7 @@ class MooncakeClient:
     """A process with a client of a Mooncake cluster, and memory shared with it, for any threads.
 
     A call that is not answered in time raises; its part of the memory, a `LANES`-th, is used again
-    when the late answer comes, or never. `settings`: what the process is told beside memory and
+    when the late answer comes, or never. `settings`: what the process is given besides memory and
     limits; `log`: the file to which what Mooncake prints is appended.
     """
 
@@ -102,7 +102,7 @@ class MooncakeClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
+        """True while the process runs."""
         return self._process.poll() is None
 
     @property
@@ -235,7 +235,7 @@ def _start(memory: int, timeout: float, log: str | None) -> subprocess.Popen[byt
     }
     with open(log or os.devnull, "ab") as errors:
         return subprocess.Popen(
-            # -P: the modules beside the script have names of packages.
+            # -P: the modules in the script's folder have names of packages.
             [sys.executable, "-P", str(Path(__file__).with_name("mooncake_process.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -40,7 +40,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Options:
-    """What a store was told, checked."""
+    """The checked options of a store."""
 
     master: Address
     admin: Address
@@ -55,7 +55,7 @@ def options_of(url: str, **arguments: Any) -> Options:
     """Read a URL and arguments; None is for what is not given. Raises `StoreError`."""
     parts = urlsplit(url)
     if parts.scheme != "mooncake" or parts.path not in ("", "/") or parts.fragment:
-        raise StoreError(f"{url!r} should be mooncake://host:port, and a ? with options behind it")
+        raise StoreError(f"{url!r} should be mooncake://host:port, and a ? with options after it")
     master = Address.of(parts.netloc)
     given = {name: value for name, value in arguments.items() if value is not None}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):

@@ -72,7 +72,7 @@ def _open(scheme: str, text: str, options: dict[str, Any]) -> Store:
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
-            raise StoreError(f"{text}: a path begins behind file://, with a third slash")
+            raise StoreError(f"{text}: a path begins after file://, with a third slash")
         return DirectoryStore(url2pathname(parts.path), **options)
     if scheme == "memory":
         return MemoryStore(**options)

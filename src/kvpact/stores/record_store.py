@@ -53,7 +53,7 @@ class RecordStore(Store):
         """Return the record and its token, or None; `use` says whether it counts as used."""
 
     def _read_many(self, names: Sequence[str]) -> list[Found]:
-        """Return what `_read` does, or why it failed, of each name; in one trip if that is told."""
+        """Return what `_read` does, or why it failed, for each name; stores may do it in one."""
         found: list[Found] = []
         for name in names:
             try:

@@ -2,7 +2,7 @@
 
 =======  ==  ================================================
 0 … 7        magic ``kvpentry``
-8 … 39       BLAKE2b-256 of everything behind it
+8 … 39       BLAKE2b-256 of everything after it
 40, 41   u2  version, 1
 42, 43   u2  length of the key
 44 … 51  f8  when it was put, in seconds of the store's clock
@@ -11,7 +11,7 @@
 =======  ==  ================================================
 
 Numbers are little-endian. Magic and checksum stay where they are in every version, so that an
-entry of a later version is told from a damaged one: the first is left alone, the second removed.
+entry of a later version differs from a damaged one: the first is left alone, the second removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST_HEADER = HEADER + 200
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """What a record says: its key, when it was put, its blob."""
+    """The contents of a record: its key, when it was put, its blob."""
 
     key: str
     created: float
@@ -42,7 +42,7 @@ class RecordEntry:
 
 
 def seal(key: str, blob: memoryview, created: float) -> tuple[bytes, memoryview]:
-    """Return header and blob; one behind the other they are the record. The blob is not copied."""
+    """Return header and blob; one after the other they are the record. The blob is not copied."""
     name = key.encode()
     fields = _FIELDS.pack(VERSION, len(name), created, blob.nbytes) + name
     digest = blake2b(fields, digest_size=_DIGEST)

@@ -13,7 +13,7 @@ from kvpact.errors import StoreError, StoreFull, StoreUnavailable
 from kvpact.stores.base import Clock, GCReport, StoreWarning, check_prefix, is_key, optional
 from kvpact.stores.record_store import Found, Outage, RecordStore
 
-_LARGEST = 512 << 20  # what a server takes as one value, unless it was told otherwise
+_LARGEST = 512 << 20  # what a server takes as one value, unless configured otherwise
 _BATCH = 500
 # Said without redis-py's reason, which quotes what it took for a port: a part of the password.
 _WRONG_URL = (

@@ -1,4 +1,4 @@
-"""Lets pytest explain the assertions of the kit: it has to be told before they are imported."""
+"""Registration with pytest, before the kit is imported, so that it explains its assertions."""
 
 from pathlib import Path
 

@@ -174,7 +174,7 @@ class BackendContract:
 
     @both_sides()
     def test_encoded_bytes(self, spec: str, side: str) -> None:
-        """The slots of the torch body, whatever the pieces; nothing is written beside them."""
+        """The slots of the torch body, whatever the pieces; nothing is written outside of them."""
         for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
             codec = self._codec(spec, side, dim, dtype)
             backend = self._covered("encode", codec, dtype)

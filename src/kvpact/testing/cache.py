@@ -31,7 +31,7 @@ class CacheContract(
     spec : str
         The spec that `make_cache` makes a cache of.
     operations : tuple of str
-        Calls of `EngineCache` beside those of `CompressedKVCache`. Leave out what the cache lacks,
+        Calls of `EngineCache` besides those of `CompressedKVCache`. Leave out what the cache lacks,
         and the checks that need it are skipped.
 
     Notes

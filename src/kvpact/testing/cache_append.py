@@ -18,7 +18,7 @@ from kvpact.testing.held import held_bytes, held_tensors, same_bytes
 
 
 class AppendChecks(CacheKit):
-    """What a cache holds after tokens came."""
+    """Checks of what a cache holds after tokens came."""
 
     def test_contract(self) -> None:
         """The cache is a `CompressedKVCache`, and its calls return what the contract says."""
@@ -100,7 +100,7 @@ class AppendChecks(CacheKit):
 
     @depends_on("bytes")
     def test_no_graph_is_kept(self) -> None:
-        """What is stored is detached: a cache never keeps activations alive for a backward pass."""
+        """Stored tensors are detached: a cache keeps no activations alive for a backward pass."""
         cache = self.make_cache(SMALL.geometry())
         for seed, count in enumerate((70, 1, 70)):
             k, v, q = self.tokens(SMALL, count, seed)
@@ -161,7 +161,7 @@ class ExactChecks(CacheKit):
 
     @depends_on("bytes")
     def test_padding_is_never_a_sink(self) -> None:
-        """Sinks are each row's first tokens behind its padding, in whatever pieces they come."""
+        """Sinks are each row's first tokens after its padding, in whatever pieces they come."""
         padding = integers(0, 5)
         config = AttendConfig(padding=padding)
         given = self.tokens(SMALL, 200)
@@ -242,7 +242,7 @@ class ByteChecks(CacheKit):
                 self.assert_counted(cache, shape)
 
     def test_padding_is_counted(self) -> None:
-        """What a cache keeps about padding is held too."""
+        """Whatever a cache keeps about padding counts among its bytes too."""
         cache = self.filled(SMALL, config=AttendConfig(padding=integers(0, 3)))
         self.assert_counted(cache, SMALL)
 

@@ -1,4 +1,4 @@
-"""What the checks of a cache share: making, filling and reading one."""
+"""The base of the checks of a cache: making, filling and reading one."""
 
 from __future__ import annotations
 

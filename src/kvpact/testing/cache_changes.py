@@ -120,7 +120,7 @@ class RollbackChecks(CacheKit):
         assert [cache.seq_len(layer) for layer in range(3)] == [20, 10, 0]
 
     def test_a_result_from_before_is_stale(self) -> None:
-        """What was read before a rollback stays; what wasn't is as it was, or can't be read."""
+        """A result read before a rollback stays; an unread one is as it was, or can't be read."""
         self.needs("truncate")
         for change in rollbacks(self):
             cache, twin = self.filled(SMALL), self.filled(SMALL)
@@ -146,7 +146,7 @@ class RollbackChecks(CacheKit):
 
 
 def _close(shown: torch.Tensor, given: torch.Tensor) -> bool:
-    """Whether decompressed tokens are nearer to what was given than zeros are."""
+    """Return whether decompressed tokens are nearer to what was given than zeros are."""
     error = (shown.double() - given.double()).norm()
     return bool(torch.isfinite(shown).all()) and bool(error < given.double().norm())
 

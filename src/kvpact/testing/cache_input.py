@@ -144,7 +144,7 @@ class InputChecks(CacheKit):
         return self.make_cache(SMALL.geometry(2), max_tokens=72), 72
 
     def test_full(self) -> None:
-        """What would be too much isn't stored in part; what fits still is."""
+        """Tokens that don't all fit are not stored in part; those that fit still are."""
         cache, room = self.limited()
         self.append(cache, self.tokens(SMALL, room - 2))
         tokens = self.tokens(SMALL, 3, seed=1)
@@ -176,7 +176,7 @@ class InputChecks(CacheKit):
     def test_an_error_in_the_middle(
         self, side: str, exact_new: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Where a codec fails, neither K nor V has the tokens; the next call works."""
+        """If a codec fails, neither K nor V has the tokens; the next call works."""
         method = type(getattr(parse_spec(self.spec), side))
         make, broken = getattr(method, f"{side}_codec"), [False]
 

@@ -16,11 +16,11 @@ from kvpact.testing.held import difference
 
 T = TypeVar("T")
 _STEPS, _NEW = 6, 4
-"""Steps of so many tokens: some have room behind the exact tokens, others have to make it."""
+"""Steps of so many tokens: some have room after the exact tokens, others have to make it."""
 
 
 class Mode(NamedTuple):
-    """What a program sets for torch while it calls a cache.
+    """The settings of torch while a program calls a cache.
 
     `device`: the default device; None leaves it. `inference`: whether what is called first runs in
     inference mode; the rest runs outside of it.

@@ -35,7 +35,7 @@ def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
         for field in stream.codec.fields if stream.packed else ():
             segments = -(-stream.packed // stream.store.segment_tokens)
             units = stream.store.source().gather(field.name, 0, segments).clone()
-            # What a shared page holds behind `packed` is another sequence's.
+            # What a shared page holds after `packed` is another sequence's.
             field.clear_from(units, stream.packed)
             used = -(-stream.packed // field.tokens)
             found[f"{here}.{field.name}"] = units[row : row + 1, :, :used]

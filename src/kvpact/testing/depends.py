@@ -1,4 +1,4 @@
-"""What the outcome of a check depends on, so that not every spec has to go through every check."""
+"""Dependencies of checks on codecs, so that not every spec has to go through every check."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class FitChecks(FittedKit):
 
     @both_sides("bytes")
     def test_a_state_restores_the_codec(self, side: str) -> None:
-        """What `state` gives makes a new codec that stores the same bytes."""
+        """A codec restored from `state` stores the same bytes."""
         for dim in (64, 80, 128):
             fitted = self.fitted(side, dim, heads=2)
             state = {name: tensor.clone() for name, tensor in fitted.state().items()}
@@ -306,6 +306,6 @@ class FittedPagedCacheContract(_CalibrationChecks, PagedCacheContract):
         return {"layout": "paged", "num_pages": 16}
 
     def test_pages_need_calibration(self) -> None:
-        """What one sequence learnt could not be shared with others."""
+        """Pages refuse methods that learn from one sequence: others can't share its state."""
         with pytest.raises(errors.SpecError, match="fit"):
             create_cache(self.spec, SMALL.geometry(), layout="paged", num_pages=4)

@@ -1,4 +1,4 @@
-"""What an object holds: every tensor that can be reached from it, and its bytes."""
+"""The tensors an object holds: every one that can be reached from it, and its bytes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def held_bytes(root: object, constants: object = None) -> int:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes (NaN equals NaN, 0 is not -0)."""
+    """Return whether two tensors have the same dtype, shape and bytes (NaN is NaN, 0 is not -0)."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = _BITS[a.dtype.itemsize]

@@ -1,4 +1,4 @@
-"""What the checks of a method share."""
+"""The base of the checks of a method."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class SlotChecks(MethodKit):
 
 
 def _side_information(codec: Codec, arrays: Arrays) -> Arrays:
-    """Return what a group holds beside its codes."""
+    """Return what a group holds besides its codes."""
     return {field.name: arrays[field.name] for field in codec.fields if field.per_group}
 
 

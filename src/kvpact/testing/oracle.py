@@ -51,7 +51,7 @@ class StreamOracle:
     The rules are these:
 
     1. A token is packed once, when it leaves the window, together with the other tokens of its
-       unit: a group, or behind a window as many groups as fill a tile. Units stand at absolute
+       unit: a group, or after a window as many groups as fill a tile. Units stand at absolute
        positions.
     2. Tokens that are not packed are known exactly.
     3. A rollback removes tokens. What was packed stays; the tokens that follow in a group that it
@@ -225,7 +225,7 @@ class LayerOracle:
             self.padding = self.padding if length else [0] * len(self.padding)
 
     def keep(self, index: Tensor) -> None:
-        """Keep some tokens alone, `[B, H, n]`; what is behind a gap is given anew, as it shows."""
+        """Keep some tokens alone, `[B, H, n]`; what is after a gap is given again, as it shows."""
         places = torch.arange(index.shape[2], dtype=torch.int64, device=index.device)
         first = int((index == places).all(0).all(0).cumprod(0).sum())
         if index.shape[2] == self.length:

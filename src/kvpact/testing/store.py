@@ -29,7 +29,7 @@ class EntryChecks(StoreKit):
 
     @pytest.mark.parametrize("size", [0, 1, 60, 4096, 3_000_001])
     def test_what_was_put_comes_back(self, store: Store, size: int) -> None:
-        """Equal bytes, for any size and kind of key, beside other entries."""
+        """Equal bytes, for any size and kind of key, among other entries."""
         for index, key in enumerate(KEYS):
             store.put(key, random_bytes(size, index))
         for index, key in enumerate(KEYS):
@@ -311,7 +311,7 @@ class LimitChecks(StoreKit):
             assert store.get("a") == b"1" and store.stats().errors == 1
 
     def test_gc_keeps_a_smaller_budget(self, tmp_path: Path) -> None:
-        """What was put before the budget was cut goes, the least recently used first."""
+        """Entries put before the budget was cut are removed, the least recently used first."""
         self.need("budget")
         self.need("persistent")
         with self.make_store(tmp_path) as store:
@@ -335,7 +335,7 @@ class StoreContract(EntryChecks, DamageChecks, LimitChecks):
     tampers : bool
         `tamper` is there.
     examples, steps : int
-        How many random histories are run beside a dict, and how long they are.
+        How many random histories are run against a dict too, and how long they are.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""What the checks of a store share: making one, and reaching its bytes."""
+"""The base of the checks of a store: making one, and reaching its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD_KEYS = (
 
 
 class Clock:
-    """A clock that stands still until it is told."""
+    """A clock that stands still until it is set."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0

@@ -1,4 +1,4 @@
-"""A store beside a dict, through random histories. Needs hypothesis."""
+"""A store compared with a dict, through random histories. Needs hypothesis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Orthogonal transforms."""
 
-from kvpact.transforms.base import IDENTITY, Identity, Transform
+from kvpact.transforms.base import IDENTITY, NoTransform, Transform
 from kvpact.transforms.hadamard import RandomHadamard
 
-__all__ = ["IDENTITY", "Identity", "RandomHadamard", "Transform"]
+__all__ = ["IDENTITY", "NoTransform", "RandomHadamard", "Transform"]

@@ -23,7 +23,7 @@ class Transform(Protocol):
         ...
 
 
-class Identity:
+class NoTransform:
     """No transform."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,4 +35,4 @@ class Identity:
         return y
 
 
-IDENTITY = Identity()
+IDENTITY = NoTransform()

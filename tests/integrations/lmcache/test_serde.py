@@ -111,7 +111,7 @@ def test_a_damaged_chunk_is_counted_told_and_removed(serde, removed, x, caplog):
     assert same_bytes(again.tensors[0], torch.ones_like(x))
     assert (serde.stats()["damaged"], serde.stats()["loaded"]) == (1, 0)
     assert removed == [KEY]
-    assert "chunk abcd of toy is computed anew" in caplog.text
+    assert "chunk abcd of toy is computed again" in caplog.text
 
 
 def test_a_chunk_of_another_spec_is_removed(serde, removed, x):

@@ -3,6 +3,6 @@
 Nothing of llama.cpp is imported before `enable`; docs/llama-cpp.md is the guide for users.
 """
 
-from kvpact.integrations.llama_cpp.backend import Enabled, enable, environment, library
+from kvpact.integrations.llama_cpp.backend import EnabledGgml, enable, environment, library
 
-__all__ = ["Enabled", "enable", "environment", "library"]
+__all__ = ["EnabledGgml", "enable", "environment", "library"]

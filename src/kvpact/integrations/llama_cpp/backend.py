@@ -65,7 +65,7 @@ def environment(*, every_program: bool = True) -> dict[str, str]:
     return {"GGML_BACKEND_PATH": str(library())} | (PARSED if every_program else {})
 
 
-class Enabled(NamedTuple):
+class EnabledGgml(NamedTuple):
     """kvpact inside the ggmls of this process."""
 
     libraries: tuple[Path, ...]  # that hold these ggmls
@@ -74,11 +74,11 @@ class Enabled(NamedTuple):
 
     @property
     def attentions(self) -> int:
-        """How many attentions kvpact has computed; 0 after a generation: loaded, and not used."""
+        """Attentions that kvpact has computed; 0 after a generation: loaded, and not used."""
         return int(self.plugin.kvpact_ggml_computed())
 
 
-def enable() -> Enabled:
+def enable() -> EnabledGgml:
     """Have a llama.cpp that was imported attend with kvpact in this process.
 
     Call it after the import of a binding (llama-cpp-python, xllamacpp, llama-cpp-py-sync or any
@@ -88,7 +88,7 @@ def enable() -> Enabled:
 
     Returns
     -------
-    Enabled
+    EnabledGgml
         Counts the attentions that kvpact has computed.
 
     Raises
@@ -115,7 +115,7 @@ def enable() -> Enabled:
         if not ggml.ggml_backend_dev_by_name(DEVICE.encode()):
             reason = (plugin.kvpact_ggml_refused() or b"its log says why").decode()
             raise BackendUnavailable(f"kvpact can't be loaded into {file}: {reason}")
-    return Enabled(tuple(ggmls), plugin.kvpact_ggml_found().decode(), plugin)
+    return EnabledGgml(tuple(ggmls), plugin.kvpact_ggml_found().decode(), plugin)
 
 
 def _plugin(path: Path) -> Any:

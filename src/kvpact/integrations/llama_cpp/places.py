@@ -1,4 +1,4 @@
-"""Where a ggml may be beside llama.cpp's own programs: Python modules, Node.js projects, folders.
+"""Places of a ggml outside llama.cpp's own programs: Python modules, Node.js projects, folders.
 
 Each is tried in a process of its own, into which its libraries and then kvpact's are loaded.
 """
@@ -52,7 +52,7 @@ class Tried(NamedTuple):
 def tried(where: str) -> list[Tried]:
     """Load kvpact into each ggml of a place; `BackendUnavailable` where there is none.
 
-    `where` is a folder of libraries, a program beside them, a folder with ``node_modules``, or a
+    `where` is a folder of libraries, a program next to them, a folder with ``node_modules``, or a
     Python module's name, which is not imported.
     """
     found: dict[Path, list[Path]] = {}
@@ -87,7 +87,7 @@ def _files(root: Path) -> Iterator[Path]:
         return modules.glob("*/bins/*/*")
     if root.is_dir():
         return root.rglob("*")
-    return (x for beside in (".", "../lib") for x in (root.parent / beside).glob("*"))
+    return (x for place in (".", "../lib") for x in (root.parent / place).glob("*"))
 
 
 def _exports(path: Path) -> bool:

@@ -102,9 +102,9 @@ def check_loads(build: dict[str, Path]) -> None:
     if DEVICE in listed(done.stdout):
         return
     lines = (done.stderr + done.stdout).splitlines()
-    told = [line for line in lines if line.startswith("kvpact: ")]
-    told = told or [line for line in lines if "kvpact" in line] or ["it says nothing of it"]
-    raise BackendUnavailable(f"{program} does not load {library()}: {'; '.join(told)}")
+    said = [line for line in lines if line.startswith("kvpact: ")]
+    said = said or [line for line in lines if "kvpact" in line] or ["it says nothing of it"]
+    raise BackendUnavailable(f"{program} does not load {library()}: {'; '.join(said)}")
 
 
 def readers(build: dict[str, Path]) -> dict[str, str]:
@@ -163,7 +163,7 @@ def timing(
     Raises
     ------
     KVPactError
-        It failed; its last line is told, or the signal that ended it.
+        It failed; the error has its last line, or the signal that ended it.
     """
     done = run(program, [*words, "-r", 1, "-o", "json"], variables | COUNT, limit)
     try:

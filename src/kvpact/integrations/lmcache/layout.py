@@ -1,13 +1,13 @@
-"""Where K and V lie in LMCache's chunks.
+"""Layouts of K and V in LMCache's chunks.
 
-LMCache says of a chunk's tensor its shape and nothing of heads, so their widths are told to it:
+LMCache gives a chunk's tensor with its shape and nothing of heads, so their widths are options:
 
 - `[L, T, H * (D + D_v)]`: each head's K and V side by side, as vLLM has them since 0.26; and
   latents, which are one head with `D` of `c_kv` and `D_v` of `k_rope`. A 1 may stand in front.
 - `[2, L, T, H * D]`: all of K, then all of V.
 
 vLLM's CPU worker has the first shape, and other numbers in it: of a page and head K of all tokens,
-then V of all tokens, each in an order that its instructions like. So its pages are told, too.
+then V of all tokens, each in an order that its instructions like. So its pages are an option, too.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def cpu_pages(tokens: int, dim: int) -> CPUPages:
     except ImportError as error:
         raise BackendUnavailable(
             f"cpu_block_size asks vLLM's own kernel for the order of its pages, and vLLM can't be "
-            f"imported here ({error}): install it beside LMCache"
+            f"imported here ({error}): install it next to LMCache"
         ) from error
 
     @cache

@@ -1,4 +1,4 @@
-"""What LMCache calls: the three methods of its serializers and deserializers, with counts.
+"""The three methods of LMCache's serializers and deserializers, with counts.
 
 LMCache takes whatever is raised here as a failure, and the engine computes.
 """
@@ -84,14 +84,14 @@ class KVPactSerde:
         return len(data)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
-        """Read a chunk, or raise; what can't be served is counted, told and removed."""
+        """Read a chunk, or raise; what can't be served is counted, logged and removed."""
         try:
             self.chunks.layout.check_model(key.model_name)
             self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))
         except KVPactError as error:
             self._count(**{"damaged" if isinstance(error, IntegrityError) else "mismatched": 1})
             logger.warning(
-                "kvpact: chunk %s of %s is computed anew: %s",
+                "kvpact: chunk %s of %s is computed again: %s",
                 key.chunk_hash.hex(),
                 key.model_name,
                 error,

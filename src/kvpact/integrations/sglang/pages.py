@@ -1,4 +1,4 @@
-"""Where K and V lie in a flat page of SGLang's host memory."""
+"""The layout of K and V in a flat page of SGLang's host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang loads as a HiCache storage backend of type ``dynamic``: pages in a kvpact store.
+"""A HiCache storage backend of SGLang's, of type ``dynamic``: pages in a kvpact store.
 
 SGLang takes a page that is not there, and whatever could not be read, as one to be computed. Its
 threads for storage end at an exception, so none leaves `get`, `set` and `exists`.
@@ -25,7 +25,7 @@ from kvpact.stores import Store, open_store
 logger = logging.getLogger(__name__)
 
 _SIDES = ("model_name", "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
-"""What tells whose page it is, beside the tokens, which are in SGLang's key."""
+"""The owner of a page; its tokens are in SGLang's key."""
 EXAMPLE = '"kvpact": {"spec": "turboquant:bits=4", "store": "redis://localhost:6379"}'
 
 
@@ -38,7 +38,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         SGLang's; its `extra_config` has ``kvpact``: ``spec``, ``store`` (a URL of `open_store`),
         ``calibration`` (a file, for specs that learn) and options of the store.
     options : mapping, optional
-        What SGLang gives backends beside it; not used.
+        What SGLang gives backends besides it; not used.
 
     Raises
     ------
@@ -56,7 +56,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if storage_config.is_mla_model:
             raise GeometryError("latents (MLA) are not covered: leave the storage backend out")
         if not storage_config.model_name:
-            raise SpecError("SGLang gave no name of the model, and pages are told apart by it")
+            raise SpecError("SGLang gave no name of the model, which pages are told apart by")
         self._owner = [str(getattr(storage_config, name)) for name in _SIDES]
         self._spec, self._calibration = given["spec"], given.get("calibration")
         if not isinstance(self._calibration, str | None):
@@ -89,10 +89,10 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         logger.info("kvpact stores %s: %s bytes of %s", chunks, packed, exact)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse pools beside K and V."""
+        """Refuse pools other than K and V's."""
         raise GeometryError(
-            f"SGLang's pool {host_pool_name} is not covered: states of hybrid models lie beside "
-            "K and V; leave the storage backend out"
+            f"SGLang's pool {host_pool_name} is not covered: states of hybrid models are "
+            "neither K nor V; leave the storage backend out"
         )
 
     def _format(self) -> ChunkFormat[PageLayout]:
@@ -171,11 +171,11 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_locations: Any | None = None,
         target_sizes: Any | None = None,
     ) -> list[Tensor | None]:
-        """Read pages into tensors until one is missing: those behind it are of no use."""
+        """Read pages into tensors until one is missing: those after it are of no use."""
         found: list[Tensor | None] = []
         for key, target in zip(keys, target_locations or (), strict=True):
-            behind = bool(found) and found[-1] is None
-            found.append(None if behind else self.get(key, target))
+            useless = bool(found) and found[-1] is None
+            found.append(None if useless else self.get(key, target))
         return found
 
     def batch_set(

@@ -189,10 +189,10 @@ def call_config(
     is_causal: bool,
     kwargs: dict[str, Any],
 ) -> AttendConfig:
-    """Return how to attend, made once for all layers and steps that are called alike."""
+    """Return how to attend, made once for all layers and steps that are called the same way."""
     shared, get = tokens.shared, kwargs.get
     version = 0 if mask is None or mask.is_inference() else mask._version
-    plain = scaling, is_causal, get("softcap"), get("sliding_window"), version, tokens.behind
+    plain = scaling, is_causal, get("softcap"), get("sliding_window"), version, tokens.unseen
     sinks, bias, known = get("s_aux"), get("position_bias"), shared.asked
     if (
         known is not None
@@ -225,7 +225,7 @@ def _without_gradient(query: Tensor, output: Tensor) -> Tensor:
 
 
 def needs_own(kwargs: dict[str, Any]) -> bool:
-    """Whether plain tensors come with something that ``sdpa`` can't do."""
+    """Return whether plain tensors come with something that ``sdpa`` can't do."""
     return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
 
 
@@ -294,7 +294,7 @@ def _give_back(config: PreTrainedConfig) -> None:
 
 @lru_cache(maxsize=256)
 def _asks_by_name(module: str) -> bool:
-    """Whether a model's code compares the name of its attention instead of looking it up."""
+    """Return whether a model's code compares the name of its attention, and does not look it up."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):

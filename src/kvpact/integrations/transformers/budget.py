@@ -45,12 +45,12 @@ def model_budget(
     if order is not None:
         own = {(i, side): order[at, side] for i, at in enumerate(compressed) for side in (0, 1)}
         whole = replace(whole, sensitivity=own)
-    beside = {2: _beside(config, "bfloat16"), 4: _beside(config, "float32")}
-    return replace(whole, rungs=chosen, beside=beside)
+    own_bytes = {2: _own_bytes(config, "bfloat16"), 4: _own_bytes(config, "float32")}
+    return replace(whole, rungs=chosen, beside=own_bytes)
 
 
-def _beside(config: PreTrainedConfig, dtype: str) -> int:
-    """Return the bytes of a row that layers hold beside compressed K and V."""
+def _own_bytes(config: PreTrainedConfig, dtype: str) -> int:
+    """Return the bytes of a row that layers hold besides compressed K and V."""
     held = layers_of(config, dtype)
     sizes = [
         sum(shape.own_bytes(tokens, 1, held.itemsize) for shape in held.shapes)
@@ -58,7 +58,7 @@ def _beside(config: PreTrainedConfig, dtype: str) -> int:
     ]
     if sizes[0] != sizes[1]:
         raise SpecError(
-            "layers of this model hold more with every token beside what is compressed (the keys "
-            "of an index): a budget is not for it"
+            "layers of this model hold more with every token besides what is compressed (the "
+            "keys of an index): a budget is not for it"
         )
     return sizes[0]

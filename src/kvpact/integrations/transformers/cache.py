@@ -80,7 +80,7 @@ class CompressedCache(Evicting):
 
     Models with latent attention (MLA: DeepSeek V2 and V3, …) cache a latent in K's place and the
     rotated part of the key in V's: the spec's method for K stores the latent, and 8-bit integers
-    the rotated part unless the spec names a method for it behind the slash. Attention goes over the
+    the rotated part unless the spec names a method for it after the slash. Attention goes over the
     latents with the projections absorbed, without expanding them.
 
     Encoder-decoder models want ``EncoderDecoderCache(CompressedCache(…), DynamicCache(…))``: the
@@ -121,7 +121,7 @@ class CompressedCache(Evicting):
         tell the weights that make keys: name the model in its `identity`.
     sliding : str or Spec, optional
         Pack layers with sliding attention, too, by this spec, without sinks; what methods learn of
-        them they learn from the first tokens. They let go of tokens that no query will see. If
+        them they learn from the first tokens. They drop tokens that no query will see. If
         omitted, they stay as transformers caches them, exact.
     budget : int or str, optional
         Bytes (``"200MB"``) that the cache never exceeds, all layers together; or a share
@@ -214,7 +214,7 @@ class CompressedCache(Evicting):
         self._dropped_at = drops_cache_at(decoder)
 
     def __bool__(self) -> bool:
-        """Whether there is a cache to be used, or dropped: Phi-3's `generate` asks that.
+        """Return whether there is a cache to be used, or dropped: Phi-3's `generate` asks that.
 
         Where its rotation switches factors, it goes on without a cache that holds fewer tokens. An
         empty one is none to drop; of another one this says that it will be.
@@ -226,9 +226,9 @@ class CompressedCache(Evicting):
             ids = caller.f_locals.get("input_ids")
             if ids is not None and ids.shape[1] > self._dropped_at:
                 warnings.warn(
-                    f"this model's rotation switches factors behind {self._dropped_at:,} tokens: "
+                    f"this model's rotation switches factors after {self._dropped_at:,} tokens: "
                     f"`generate` drops the compressed cache with its {held:,} tokens and goes on "
-                    "with an exact one. Call generate anew with all tokens and a new cache, which "
+                    "with an exact one. Call generate again with all tokens and a new cache, which "
                     "is kept",
                     FallbackWarning,
                     stacklevel=2,
@@ -268,7 +268,7 @@ class CompressedCache(Evicting):
         return held.snapshot_with(self.records(), token_ids, identity)
 
     def records(self, *, whole: bool = False) -> list[RecordState]:
-        """Return copies of what layers hold beside compressed K and V, for a snapshot.
+        """Return copies of what layers hold besides compressed K and V, for a snapshot.
 
         Parameters
         ----------
@@ -282,13 +282,13 @@ class CompressedCache(Evicting):
         """
         tokens = self.tokens()
         found = saved(self.own_by_index(), tokens, whole=whole)
-        odd = self._shared.told.odd(tokens)
+        odd = self._shared.call_log.odd(tokens)
         return found + self._shared.gaps.record(self._caches(), tokens, odd)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
 
-        Errors as of `EngineCache.restore`, and `GeometryError` where the snapshot lacks what layers
+        Errors of `TransformersCache.restore`; `GeometryError` where the snapshot lacks what layers
         hold that transformers caches itself; the cache is as before then.
         """
         self.restore_state(state_of(snapshot), device)
@@ -335,7 +335,7 @@ class CompressedCache(Evicting):
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
         shared.open(gaps)
-        shared.told.note(0, tokens, reason=BEFORE if gaps.odd else PLAIN)
+        shared.call_log.note(0, tokens, reason=BEFORE if gaps.odd else PLAIN)
         self._rings.hold(rings, len(packed))
         restore_records(own, records)
 
@@ -354,7 +354,7 @@ class CompressedCache(Evicting):
             cache.verify()
 
     def memory_usage(self) -> int:
-        """Bytes held by all layers: packed, and windows, states and an index beside."""
+        """Bytes held by all layers: packed slots, windows, states and an index."""
         return sum(cache.memory_usage() for cache in self._all_caches()) + self._own_bytes()
 
     def _own_bytes(self) -> int:
@@ -396,5 +396,5 @@ class CompressedCache(Evicting):
         if self._shared.budget is not None:
             known = [x.stats()["budget"] for x in self._caches()]
             own["budget"] = known[0] if known else {"bytes": self._shared.budget.bytes}
-        told = self._summary()
-        return {**stats, "spec": told.spec, "tokens": told.tokens, **own}
+        summary = self._summary()
+        return {**stats, "spec": summary.spec, "tokens": summary.tokens, **own}

@@ -19,7 +19,7 @@ from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.integrations.transformers.served import Served, tell_of_exact, watch_no_calls
+from kvpact.integrations.transformers.served import ServedCalls, tell_of_exact, watch_no_calls
 from kvpact.integrations.transformers.versions import (
     CACHE,
     CACHE_NAMES,
@@ -45,7 +45,7 @@ class _Hook:
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        # Weakly, so that a model is freed when its last user lets go of it, as without the hook.
+        # Weakly, so that a model is freed when its last user drops it, as without the hook.
         self._model, self.name = ref(model), name
         self.own: Any = None
 
@@ -62,7 +62,7 @@ class _Hook:
 
     @property
     def method(self) -> Any:
-        """What the model had before."""
+        """The model's own method, from before."""
         return self.own or partial(getattr(type(self.model), self.name), self.model)
 
     def install(self) -> None:
@@ -79,7 +79,7 @@ class _Hook:
         # The options are shared: a calibration is as large as a cache.
         changed = {"_model": ref(deepcopy(self.model, memo)), "own": deepcopy(self.own, memo)}
         if isinstance(self, _CacheMaker):
-            changed["served"] = Served()
+            changed["served"] = ServedCalls()
         vars(other).update(vars(self) | changed)
         return other
 
@@ -88,7 +88,7 @@ class _Hook:
 
 
 class _State(dict[str, Any]):
-    """What an enabled model holds, for whoever copies it; pickled, it is without hooks."""
+    """The attributes of an enabled model, for whoever copies it; pickled, they lack hooks."""
 
     def __init__(self, hook: _Hook) -> None:
         super().__init__(hook.method())
@@ -127,18 +127,18 @@ class _CacheMaker(_Hook):
 
     def __init__(self, model: PreTrainedModel, spec: SpecLike, options: dict[str, Any]) -> None:
         super().__init__(model, PREPARE)
-        self.spec, self.given, self.served = spec, options, Served()
+        self.spec, self.given, self.served = spec, options, ServedCalls()
         known = options.get("calibration")
         if known is not None and not isinstance(known, Calibration):
             known = Calibration.load(known)
         self.options = {**options, "calibration": known}
-        # One cache is made now, so that what it refuses or warns of is told now.
+        # One cache is made now, so that its errors and warnings come now.
         layers = len(CompressedCache(model, spec, **self.options).layers)
         self.layers = layer_specs(spec, layers)
         self.ladder = load_recipe(spec).get("ladder") if is_recipe(spec) else None
 
     def makes_what(self, other: _CacheMaker) -> bool:
-        """Whether the caches are those that another one makes."""
+        """Return whether the caches are those that another one makes."""
         mine, theirs = self.given, other.given
         return (
             (self.layers, self.ladder) == (other.layers, other.ladder)
@@ -204,7 +204,7 @@ class _CacheMaker(_Hook):
 
 
 class Enabled(AbstractContextManager["Enabled"]):
-    """What `enable` returns: the end of a ``with`` statement undoes what it did.
+    """The result of `enable`: the end of a ``with`` statement undoes what it did.
 
     Nothing is undone where the model was enabled already: then `changed` is false.
     """
@@ -223,10 +223,10 @@ class Enabled(AbstractContextManager["Enabled"]):
         Returns ``calls``; and of the caches of all calls that are over: ``tokens`` in all rows
         together, ``most_bytes`` that one of them held in the end, ``backends`` that computed, and
         ``fallbacks``, ``operation: backend`` -> why no better backend. A call is over when its
-        cache is let go. All are zero where the model is no longer enabled.
+        cache is freed. All are zero where the model is no longer enabled.
         """
         hook = vars(self.model).get(PREPARE)
-        return (hook.served if isinstance(hook, _CacheMaker) else Served()).stats()
+        return (hook.served if isinstance(hook, _CacheMaker) else ServedCalls()).stats()
 
     def __exit__(self, *error: object) -> None:
         if self.changed:
@@ -358,7 +358,7 @@ def check_servable(model: Any) -> None:
 
 
 def _prepares(model: type) -> bool:
-    """Whether `generate` of a class comes to `PREPARE`: by itself, or by that of a base class."""
+    """Return whether `generate` of a class calls `PREPARE`: itself, or by that of a base class."""
     above = model.__mro__[: model.__mro__.index(GenerationMixin)]
     if not any("generate" in vars(cls) for cls in above):
         return True

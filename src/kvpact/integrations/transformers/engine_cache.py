@@ -1,4 +1,4 @@
-"""`EngineCache`: what transformers' caches over kvpact's have in common."""
+"""`TransformersCache`: the common base of transformers' caches over kvpact's."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class UpdateOrder:
         return other
 
     def forget(self) -> None:
-        """Begin anew: the cache was reset, rolled back or rearranged."""
+        """Start over: the cache was reset, rolled back or rearranged."""
         self._latest = sys.maxsize  # the next update begins a call
         self._first: FirstLayer | None = None
 
@@ -96,7 +96,7 @@ class UpdateOrder:
 
 
 def may_cross_attend(*configs: Any) -> bool:
-    """Whether a config, or its class (`BartForCausalLM`), tells of cross-attention."""
+    """Return whether a config, or its class (`BartForCausalLM`), has cross-attention."""
     names = "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"
     return any(
         versions.has_encoder(type(config)) or any(getattr(config, name, None) for name in names)
@@ -104,7 +104,7 @@ def may_cross_attend(*configs: Any) -> bool:
     )
 
 
-class EngineCache(Summarized, Cache):
+class TransformersCache(Summarized, Cache):
     """transformers' `Cache` whose compressed layers are the layers of one kvpact cache.
 
     `crosses`: whether the config tells of cross-attention (`may_cross_attend`); `sparse`: whether
@@ -146,7 +146,7 @@ class EngineCache(Summarized, Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether layers have a state and no K and V; masks take their sizes from others."""
+        """True for layers with a state and no K and V; masks take their sizes from others."""
         return [
             isinstance(layer, LinearAttentionCacheLayerMixin)
             and not isinstance(layer, CacheLayerMixin)
@@ -155,7 +155,7 @@ class EngineCache(Summarized, Cache):
 
     @property
     def stands(self) -> bool:
-        """Whether layers hold windows or states, which stand at one count of tokens."""
+        """True if layers hold windows or states, which stand at one count of tokens."""
         return bool(self._own_layers() or self._rings.specs)
 
     def _own_layers(self) -> list[Any]:
@@ -189,7 +189,7 @@ class EngineCache(Summarized, Cache):
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the longest row; those that a call left behind which failed do not count."""
+        """Tokens of the longest row; those left by a call that failed do not count."""
         length: int = super().get_seq_length(layer_idx)
         end: Any = self.layers[self._last]
         if length <= end.get_seq_length():
@@ -222,7 +222,7 @@ class EngineCache(Summarized, Cache):
         return kept if kept or self._reaches_last() else length
 
     def _reaches_last(self) -> bool:
-        """Whether the model is known to have the last layer; scripts cut some off."""
+        """Return whether the model is known to have the last layer; scripts cut some off."""
         model = None if self._model is None else self._model()
         modules = () if model is None else model.modules()
         return any(vars(module).get("layer_idx") == self._last for module in modules)
@@ -275,7 +275,7 @@ class EngineCache(Summarized, Cache):
         for ring in rings:
             ring.cut_to(length if count else ring.get_seq_length())
         for layer in own:
-            # With 0 a layer that records the past lets go of what it needs no longer.
+            # With 0 a layer that records the past drops what it needs no longer.
             if count or getattr(layer, "record_past", False):
                 layer.crop(length - _tokens_of(layer) if count and _counts(layer) else -count)
         if count:
@@ -354,7 +354,7 @@ class EngineCache(Summarized, Cache):
 
 
 def _counts(layer: Any) -> bool:
-    """Whether a layer knows how many tokens it was given; those with nothing but a state don't."""
+    """Return whether a layer counts its tokens; those with nothing but a state don't."""
     return isinstance(layer, CompressedLayer) or hasattr(layer, "cumulative_length")
 
 

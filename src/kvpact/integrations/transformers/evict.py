@@ -1,4 +1,4 @@
-"""Tokens that a model's cache holds, and lets go of: `CompressedCache.evict` and `compact`.
+"""Tokens that a model's cache holds, and evicts: `CompressedCache.evict` and `compact`.
 
 What is left keeps the positions it was computed with, and the next token takes the position that it
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
@@ -13,22 +13,22 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.geometry import check_count
-from kvpact.integrations.transformers.engine_cache import EngineCache
+from kvpact.integrations.transformers.engine_cache import TransformersCache
 from kvpact.integrations.transformers.gaps import Gaps
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.records import tokens_held
 
 
-class Evicting(EngineCache):
-    """What a model's layers hold, and `evict` and `compact`: their positions stay as they are."""
+class Evicting(TransformersCache):
+    """The tokens of a model's layers, with `evict` and `compact`: positions stay as they are."""
 
     def evict(self, begin: int, end: int) -> None:
         """Forget the tokens at the positions ``begin <= t < end``, in all rows and layers.
 
         For agents that drop the output of a tool. Memory is free in the same call. What was
         computed of these tokens in later ones stays; later tokens keep their positions, and
-        `get_seq_length` goes on to count all. Packed tokens behind the gap are packed a second
-        time. `crop` may go back behind and in front of the gap; snapshots have it, too. If anything
+        `get_seq_length` goes on to count all. Packed tokens after the gap are packed a second
+        time. `crop` may go back after and before the gap; snapshots have it, too. If anything
         is raised, the cache is as before.
 
         Parameters
@@ -50,13 +50,13 @@ class Evicting(EngineCache):
         check_count("end", end)
         whole, length = self._whole_cache(), self.get_seq_length()
         if not begin <= end <= length:
-            raise GeometryError(f"positions {begin} to {end} of {length} can't be let go of")
+            raise GeometryError(f"positions {begin} to {end} of {length} can't be evicted")
         for index, layer in enumerate(self.layers):
             window = getattr(layer, "sliding_window", None)
             if window is not None and begin < end and end > length - window + 1:
                 raise GeometryError(
                     f"layer {index} slides, and still sees tokens from {length - window + 1} on: "
-                    f"let go of tokens before that, or later"
+                    "evict tokens before that, or later"
                 )
             if window is None and type(layer) is not CompressedLayer:
                 raise KVPactError(
@@ -65,7 +65,7 @@ class Evicting(EngineCache):
                 )
         gaps = self._shared.gaps
         if begin < gaps.firm:
-            raise GeometryError(f"compact() left no places before {gaps.firm} to let go of")
+            raise GeometryError(f"compact() left no places before {gaps.firm} to evict")
         if whole is not None and begin < end:
             also = self._shared.opening(gaps.opened(begin, end))
             whole.let_go(gaps.held(begin), gaps.held(end), also)
@@ -102,7 +102,7 @@ class Evicting(EngineCache):
         self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:
-        """Return what holds the compressed layers, of which tokens may be let go of."""
+        """Return what holds the compressed layers, of which tokens may be evicted."""
         self._shared.gaps.check(self._shared.config._attn_implementation)
         self.tokens()
         return self.held()

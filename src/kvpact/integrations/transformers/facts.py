@@ -1,4 +1,4 @@
-"""What a model's config says of its layers, read once."""
+"""Facts that a model's config states about its layers, read once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MEANINGS = {
 
 
 class LayerFacts(NamedTuple):
-    """What a config says of its layers: transformers' types, and the options of their cache layers.
+    """Facts about a model's layers: transformers' types, and the options of their cache layers.
 
     `latent_widths`: of latents (MLA), and of entries; `sparse`: some layers may choose the tokens
     that they attend to; `read_again`: layers whose K and V later layers read, too.
@@ -75,10 +75,10 @@ def check_heads(config: Any, geometry: CacheGeometry) -> None:
     by_layer = zip(configs_by_layer(config), facts.types, strict=False)
     latents = facts.latent_widths or getattr(config, "kv_lora_rank", None)
     layers = [] if latents else [x for x, kind in by_layer if kind == "full_attention"]
-    told = [
+    named = [
         {getattr(x, name, None) for x in layers} for name in ("num_key_value_heads", "head_dim")
     ]
-    heads, widths = ({x for x in known if type(x) is int} for known in told)
+    heads, widths = ({x for x in known if type(x) is int} for known in named)
     if dist.is_available() and dist.is_initialized():
         heads |= {count // dist.get_world_size() for count in heads}
     given = geometry.num_kv_heads, geometry.head_dim

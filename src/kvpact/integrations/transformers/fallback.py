@@ -1,4 +1,4 @@
-"""What takes a slower way is said, once."""
+"""Warnings of slower ways, given once."""
 
 from __future__ import annotations
 

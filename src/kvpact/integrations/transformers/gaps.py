@@ -20,7 +20,7 @@ class Gaps(NamedTuple):
     """Ranges of positions that are gone, ascending, apart; `firm`: before it no one knows which.
 
     A range in front of `firm` tells alone how many are gone there. `odd`: as it was before a
-    snapshot, see `Told.odd`.
+    snapshot, see `CallLog.odd`.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -57,7 +57,7 @@ class Gaps(NamedTuple):
         """Raise `KVPactError` where an attention does not know of gaps."""
         if attention != "kvpact":
             raise KVPactError(
-                f"attention {attention!r} does not know of tokens that a cache let go of: call "
+                f"attention {attention!r} does not know of tokens that a cache has dropped: call "
                 "model.set_attn_implementation('kvpact')"
             )
 

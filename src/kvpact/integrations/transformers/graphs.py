@@ -119,9 +119,9 @@ class DecodeGraph:
             else:
                 if self._replay is None:
                     self._capture(layers, ids)
-                told, held = self.cache._shared.told, layers[0].length
-                if told.seen >= held > 0:
-                    told.note(held, 1, ids if rows == 1 else None, device=ids.device)
+                log, held = self.cache._shared.call_log, layers[0].length
+                if log.seen >= held > 0:
+                    log.note(held, 1, ids if rows == 1 else None, device=ids.device)
                 logits = self._replayed(layers, after, ids)
         self._known, self._left = [layer._held for layer in layers], self._left - 1
         return logits
@@ -131,15 +131,17 @@ class DecodeGraph:
         if held is None:
             raise GeometryError("the cache is empty; run the model on a prompt first")
         if self.cache._shared.gaps.ranges:
-            raise GeometryError("the cache let go of tokens: graphs don't know of their positions")
+            raise GeometryError(
+                "the cache has dropped tokens: graphs don't know of their positions"
+            )
         return [held.entry(layer) for layer in range(held.geometry.num_layers)]
 
     def _stands(self, layers: list[CacheLayer]) -> bool:
-        """Whether there is room, and nobody else changed what layers hold."""
-        alike = len(self._known) == len(layers) and self._left > 0
+        """Return whether there is room, and nobody else changed what layers hold."""
+        same = len(self._known) == len(layers) and self._left > 0
         pairs = zip(layers, self._known, strict=False)
-        alike = alike and all(layer._held is held for layer, held in pairs)
-        return alike and (self._replay is None or self._placed == _placed(layers))
+        same = same and all(layer._held is held for layer, held in pairs)
+        return same and (self._replay is None or self._placed == _placed(layers))
 
     def _begin(self, layers: list[CacheLayer], ids: Tensor) -> None:
         """Make room, and let every layer find out how it steps; what is held stays as it is."""
@@ -251,14 +253,14 @@ def _padding(layer: CacheLayer, ids: Tensor) -> Tensor:
 
 
 def _early(layer: CacheLayer) -> bool:
-    """Whether sink tokens are still to come, or tokens from which a codec learns."""
+    """Return whether sink tokens are still to come, or tokens from which a codec learns."""
     ends = (stream.sink_positions(layer.padding)[1] for stream in layer.streams())
     ready = all(stream.codec.ready for stream in layer.streams())
     return not ready or any(end > layer.length for end in ends)
 
 
 def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
-    """Return what carries out the layers' steps, and how often it was told where tokens lie."""
+    """Return what carries out the layers' steps, and how often each was given tokens' places."""
     return [(runner, runner.placed) for runner in _runners(layers)]
 
 

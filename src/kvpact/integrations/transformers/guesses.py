@@ -1,4 +1,4 @@
-"""What else is passed for a model or an option: the error names the line to write."""
+"""Errors for what is passed in place of a model or an option: they name the line to write."""
 
 from __future__ import annotations
 

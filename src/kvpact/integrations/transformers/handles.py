@@ -37,7 +37,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_gradients(x: Tensor) -> Tensor:
-    """Make a backward pass that reaches `x` raise, lest parameters behind it miss gradients."""
+    """Make a backward pass that reaches `x` raise, lest parameters before it miss gradients."""
     x.requires_grad_().register_hook(_refuse)  # type: ignore[no-untyped-call]
     return x
 

@@ -65,7 +65,7 @@ class _Handle(Tensor):
         return self.numbers
 
     def made(self) -> Tensor:
-        """Return the tensor that this stands for, made anew."""
+        """Return the tensor that this stands for, newly made."""
         raise NotImplementedError
 
     @classmethod
@@ -126,7 +126,7 @@ class ScoresHandle(_Handle):
 
 
 def _plain(x: Any) -> bool:
-    """Whether scores may be computed of a tensor: what is chosen has no gradient."""
+    """Return whether scores may be computed of a tensor: what is chosen has no gradient."""
     tracked = torch.is_grad_enabled() and x.requires_grad if isinstance(x, Tensor) else True
     return type(x) is Tensor and x.dtype is _F32 and x.dim() == 4 and not tracked
 

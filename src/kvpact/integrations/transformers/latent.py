@@ -118,7 +118,7 @@ _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_plain(module: Any, expand: Expand) -> bool:
-    """Whether `expand_kv` is what absorption assumes: one linear layer, without bias or hooks."""
+    """Return whether `expand_kv` is as absorption assumes: one linear layer, no bias, no hooks."""
     names = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
     if not all(hasattr(module, name) for name in names):
         return False

@@ -13,16 +13,20 @@ from kvpact.cache.room import Moment
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
-from kvpact.integrations.transformers.versions import CacheLayer, LinearAttentionLayer, new_tokens
+from kvpact.integrations.transformers.versions import (
+    LinearAttentionLayer,
+    TransformersLayer,
+    new_tokens,
+)
 from kvpact.spec import Spec
 
 _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
-class CompressedLayer(CacheLayer):  # type: ignore[no-untyped-call]
+class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
     """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`.
 
-    Rollbacks, beams and the like concern all layers at once: `EngineCache` carries them out.
+    Rollbacks, beams and the like concern all layers at once: `TransformersCache` carries them out.
     """
 
     is_sliding = False
@@ -38,7 +42,7 @@ class CompressedLayer(CacheLayer):  # type: ignore[no-untyped-call]
 
     @property
     def cache(self) -> BatchCache | None:
-        """What holds the layer's tokens; all of them are stored."""
+        """The cache that holds the layer's tokens; all of them are stored."""
         tokens = self._shared.waiting[self._index]
         if tokens is not None:
             tokens.store()
@@ -65,7 +69,7 @@ class CompressedLayer(CacheLayer):  # type: ignore[no-untyped-call]
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the layer has seen tokens."""
+        """True once the layer has seen tokens."""
         return self.get_seq_length() > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -118,7 +122,7 @@ class CompressedLayer(CacheLayer):  # type: ignore[no-untyped-call]
         return cache.batch_size
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row, those that the cache let go of, too."""
+        """Tokens of the longest row, those that the cache has dropped, too."""
         tokens, cache = self._shared.waiting[self._index], self._shared.held[self._index]
         if tokens is not None:
             total: int = tokens.total
@@ -157,7 +161,7 @@ def returned_pair(
     if read or shared.attention not in _TAKES_HANDLES:
         made = tokens.part("k"), tokens.part("v")
     else:
-        total = tokens.total - tokens.behind
+        total = tokens.total - tokens.unseen
         like = total, k.shape, v.shape, k.dtype, v.dtype, k.device
         # Taken away first, so that no other thread gets the same.
         pair, shared.handles = shared.handles, None

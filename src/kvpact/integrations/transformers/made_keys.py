@@ -139,8 +139,8 @@ class KeyMaker:
             raise KVPactError("the model's RoPE has changed: begin again with reset()")
         return new
 
-    def alike(self, v: Tensor, positions: Tensor, k: Tensor) -> bool:
-        """Whether keys are those made of values, but for rounding; mostly bit for bit in fp32."""
+    def are_made(self, v: Tensor, positions: Tensor, k: Tensor) -> bool:
+        """Return whether keys are those made of values, up to rounding (mostly none in fp32)."""
         assert self.weight is not None
         made = self.at(positions, v).make(v)
         if torch.equal(made, k):
@@ -154,7 +154,7 @@ class KeyMaker:
 
         `expected`: what they are if the text goes on; then they are looked for. None: nowhere.
         """
-        if self.alike(v, expected, k):
+        if self.are_made(v, expected, k):
             return expected
         wide = expected.expand(len(k), -1)
         each = zip(torch.split(k, 1), torch.split(v, 1), torch.split(wide, 1), strict=True)
@@ -163,7 +163,7 @@ class KeyMaker:
         return torch.cat(rows) if len(rows) == len(found) else None
 
     def _row(self, k: Tensor, v: Tensor, expected: Tensor, most: int) -> Tensor | None:
-        """Return one row's positions, below `most`: that follow one another, behind padding."""
+        """Return one row's positions, below `most`: that follow one another, after padding."""
         ends = torch.arange(most, dtype=torch.long, device=v.device)[None]
         made = self.at(ends, v).make(v[:, :1, -1:].expand(-1, -1, most, -1))
         end = (made.float() - k[:, :1, -1:].float()).abs().amax((0, 1, 3)).argmin()
@@ -171,7 +171,7 @@ class KeyMaker:
         steps = end + torch.arange(1 - new, 1, dtype=torch.long, device=v.device)[None]
         tried = [expected, *(torch.where(steps < 0, x, steps) for x in PADDING)]
         tried += [torch.full_like(steps, x) for x in PADDING]
-        return next((x for x in tried if self.alike(v, x, k)), None)
+        return next((x for x in tried if self.are_made(v, x, k)), None)
 
 
 def _there(known: ref[Any]) -> Any:
@@ -245,7 +245,7 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     @property
     def apart(self) -> bool:
-        """Whether the layer holds K and V apart, because its first keys were other ones."""
+        """True if the layer holds K and V apart, because its first keys were other ones."""
         cache = self._shared.held[self._index]
         return cache is not None and cache.geometry.head_dim > 0
 

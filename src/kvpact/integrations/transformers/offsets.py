@@ -216,7 +216,7 @@ def _projection(attention: Any, parent: Any = None, gather: bool = False) -> _Pr
 
 
 def key_layout(attention: Any) -> Layout | None:
-    """Return which channels the model's own code rotates together; None if that can't be told."""
+    """Return which channels the model's own code rotates together; None if that is unknown."""
     module = sys.modules[type(attention).__module__]
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float32, device="cpu")
     rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)

@@ -1,6 +1,6 @@
-"""What layers with sliding attention hold, as a record: bytes to go on with, bit for bit.
+"""Layers with sliding attention as records: bytes to go on with, bit for bit.
 
-Of each row of a batch it is a snapshot of one layer, behind the number of its bytes, so that rows
+Of each row of a batch it is a snapshot of one layer, after the number of its bytes, so that rows
 can be chosen among as those of other records.
 """
 
@@ -73,7 +73,7 @@ def restored_rings(
     """Return a cache of all layers that share a window, by records of a snapshot of so many tokens.
 
     Each layer has a `packed_ring`, or ``keys`` and ``values`` as a whole: those of a stored prefix,
-    or of a cache whose layers were not packed. They are packed anew then.
+    or of a cache whose layers were not packed. They are packed again then.
 
     Raises `GeometryError`, `FormatError` and others where they do not fit the layers.
     """

@@ -8,14 +8,14 @@ from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
-from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend
+from kvpact.integrations.transformers.engine_cache import TransformersCache, may_cross_attend
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 
 
-class PagedBatch(EngineCache):
+class PagedBatch(TransformersCache):
     """Sequences of a paged cache as the batch of one call, `model(…, cache=batch)`.
 
     It holds nothing itself: an engine makes one for whichever sequences run next.

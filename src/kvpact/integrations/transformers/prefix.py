@@ -65,7 +65,7 @@ class TextPrefixes(PrefixCache):
         held = super().load(tokens, seq=seq)
         self._ids = token_ids(tokens)[:held]
         ids = torch.tensor(self._ids, dtype=torch.long, device="cpu")
-        self.cache._shared.told.note(0, held, ids)
+        self.cache._shared.call_log.note(0, held, ids)
         return held
 
     def _meet_weights(self) -> None:
@@ -74,7 +74,7 @@ class TextPrefixes(PrefixCache):
         if seen[1] != self.seen[1] or (self.given and seen != self.seen):
             raise MismatchError(
                 "the model's weights changed or moved, or another adapter is active, since "
-                "prefix_cache() was made: make it anew, with the fingerprint and the adapter of now"
+                "prefix_cache() was made: make a new one, with the present fingerprint and adapter"
             )
         if seen != self.seen:
             name = model_fingerprint(self.model, adapter=self.adapter)
@@ -108,7 +108,7 @@ class TextPrefixes(PrefixCache):
 
     def _check(self, layers: Sequence[CacheLayer], ids: Sequence[int]) -> None:
         super()._check(layers, ids)
-        self.cache._shared.told.check(ids, self.cache.tokens(), self._text(ids))
+        self.cache._shared.call_log.check(ids, self.cache.tokens(), self._text(ids))
 
     @torch.no_grad()
     def prefill(self, tokens: Tokens, *, every: int | None = None) -> int:
@@ -116,7 +116,7 @@ class TextPrefixes(PrefixCache):
 
         Windows and states of other layers than full attention's stand at one count of tokens: they
         are saved where the model stops. It stops at the prompt's last full chunk, and where a known
-        prefix ends behind which the prompt goes on otherwise; with `every`, more often.
+        prefix ends after which the prompt goes on otherwise; with `every`, more often.
 
         Parameters
         ----------
@@ -211,7 +211,7 @@ class _PrefixSource:
     def layers(self, seq: int | None) -> list[CacheLayer]:
         held = self._cache.held()
         if self._cache._shared.gaps.ranges:
-            raise SnapshotError("the cache let go of tokens: it holds no prefix; reset() it")
+            raise SnapshotError("the cache has dropped tokens: it holds no prefix; reset() it")
         return [] if held is None else [held.entry(i) for i in range(len(self.specs))]
 
     def records(self, seq: int | None) -> list[RecordState]:
@@ -260,7 +260,7 @@ def prefix_cache(
     fingerprint : str, optional
         What `model_fingerprint(model)` gave. If omitted it is computed, which reads every weight
         (about a second per gigabyte), now and whenever `load` finds that they have changed; keep
-        it where many caches serve one model, and compute it anew when the weights change. Where
+        it where many caches serve one model, and compute it again when the weights change. Where
         heads are on several processes (tensor parallelism), rank and number of processes are added.
     adapter, tenant, chunk, storage, calibration, windows : optional
         As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
@@ -320,7 +320,7 @@ def prefix_cache(
     prefixes.media = frozenset(
         value for name, value in entries(config) if _MEDIA.fullmatch(name) and type(value) is int
     )
-    told, held = cache._shared.told, cache.get_seq_length()
-    told.note(told.seen, max(held - told.seen, 0))  # what came before is taken for text
+    log, held = cache._shared.call_log, cache.get_seq_length()
+    log.note(log.seen, max(held - log.seen, 0))  # what came before is taken for text
     watch(model, bool(prefixes.media))
     return prefixes

@@ -24,7 +24,7 @@ ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SeenLayer(NamedTuple):
-    """What a layer's attention was given: `q` of the new tokens, `k` and `v` of all."""
+    """The tensors given to a layer's attention: `q` of the new tokens, `k` and `v` of all."""
 
     q: Tensor
     k: Tensor
@@ -42,7 +42,7 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """What the latest pass showed: `layers` that attend to all tokens (`wanted`), `bounded` ones.
+    """The latest pass: `layers` that attend to all tokens (`wanted`), and `bounded` ones.
 
     `read`: what these attend to (see `ReadTokens`).
     """

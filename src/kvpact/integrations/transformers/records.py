@@ -1,4 +1,4 @@
-"""What transformers' own cache layers hold, as records: streams, rings and states.
+"""The tensors of transformers' own cache layers, as records: streams, rings and states.
 
 A *stream* grows with every token, a *ring* keeps the last tokens of a stream, and a *state* is of
 fixed size and stands for all tokens up to one count. `RECORDS` tells for each class of layers which
@@ -27,7 +27,7 @@ from kvpact.snapshot import RecordState
 
 
 class Attribute(NamedTuple):
-    """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes.
+    """An attribute with a layer's record: a tensor, or a dict of them; `rows`, `tokens`: the axes.
 
     A stream may be packed: then it is held as parts, and as a whole it is made of them. What is
     ``fixed`` stands for no token, but for an image.

@@ -1,4 +1,4 @@
-"""What an enabled model serves: figures of its calls, and a word on others."""
+"""Figures of the calls that an enabled model serves, and a warning about others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvpact.integrations.transformers.fallback import FallbackWarning
 from kvpact.integrations.transformers.versions import CACHE, given_cache
 
 
-class Served:
-    """Figures of the caches made for a model; what a cache held is added when it is let go."""
+class ServedCalls:
+    """Figures of the caches made for a model; what a cache held is added when it is freed."""
 
     def __init__(self) -> None:
         # A cache may be freed by the garbage collector within these very functions.
@@ -27,8 +27,8 @@ class Served:
         self._backends: set[str] = set()
         self._fallbacks: dict[str, str] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Served:
-        return Served()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServedCalls:
+        return ServedCalls()
 
     def watch(self, cache: CompressedCache) -> None:
         """Count a call, and in the end what its cache held."""
@@ -39,11 +39,11 @@ class Served:
         finalize(cache, self._add, held).atexit = False
 
     def _add(self, cache: CompressedCache) -> None:
-        told, compute = cache._summary(), cache._shared.compute
+        summary, compute = cache._summary(), cache._shared.compute
         with self._lock:
-            self._tokens += told.rows * told.tokens
-            self._most = max(self._most, told.nbytes)
-            if compute is not None and told.tokens:
+            self._tokens += summary.rows * summary.tokens
+            self._most = max(self._most, summary.nbytes)
+            if compute is not None and summary.tokens:
                 self._backends.update(compute.name.split(", "))
                 self._fallbacks |= compute.stats()["reasons"]
 

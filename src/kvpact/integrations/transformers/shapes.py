@@ -1,4 +1,4 @@
-"""What a model's cache holds in each layer, found without the model's weights.
+"""Shapes of a model's cache, layer by layer, found without the model's weights.
 
 The model is built without memory (`without_memory`) and called once, so the shapes are
 those that its own code gives the cache: of latents, of layers that share K and V or have other

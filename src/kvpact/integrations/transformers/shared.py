@@ -1,4 +1,4 @@
-"""What the layers of one transformers cache share: where their tokens are held, and who waits."""
+"""State shared by the layers of one transformers cache: where tokens are held, and who waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.gaps import Gaps
-from kvpact.integrations.transformers.told import Told
+from kvpact.integrations.transformers.told import CallLog
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
@@ -32,7 +32,7 @@ BatchCache = ContiguousCache | PagedView
 
 
 class Asked(NamedTuple):
-    """What a layer's attention was called with, and the `AttendConfig` made of it."""
+    """The arguments of a layer's attention, and the `AttendConfig` made of them."""
 
     plain: tuple[object, ...]
     mask: Tensor | None
@@ -42,21 +42,21 @@ class Asked(NamedTuple):
 
 
 class SharedState:
-    """What the layers of one transformers cache share, without a reference to it or to them.
+    """State shared by the layers of one transformers cache, without a reference to it or to them.
 
     - `indexed`: whether layers choose the tokens they attend to.
     - `specs`: one per compressed layer; empty over a paged cache.
     - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
     - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
     - `window`: of the layers' attention, if it slides; 0 where it is over all tokens.
-    - `recording`: whether those with a window let go of nothing until a rollback.
+    - `recording`: whether those with a window keep all tokens until a rollback.
     - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap.
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
-    - `asked`: how the last layer was called; the next ones, mostly, are called alike.
+    - `asked`: how the last layer was called; the next ones, mostly, are called the same way.
     - `handles`: what the last layer's `update` returned.
-    - `heap`: what malloc is told during a prompt, by all caches here.
+    - `heap`: malloc's settings during a prompt, by all caches here.
     - `gaps`, `gone`: tokens that are counted and held no more, and how many.
-    - `told`: what a watched model was called with.
+    - `call_log`: what a watched model was called with.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class SharedState:
         self.attention: str | None = None
         self.handles: HandlePair | None = None
         self.heap = Hold()
-        self.told = Told()
+        self.call_log = CallLog()
         self.open(Gaps())
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
         self.held, self.waiting = [cache] * layers, [None] * layers
         self.asked = self.handles = self.wait = self.latest = None
-        self.told = Told()
+        self.call_log = CallLog()
         self.open(Gaps())
 
     def open(self, gaps: Gaps) -> None:
@@ -115,21 +115,21 @@ class SharedState:
         other.hold(None, len(self.held))
         other.recording = self.recording
         other.open(self.gaps)
-        other.told = deepcopy(self.told, memo)
+        other.call_log = deepcopy(self.call_log, memo)
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other
 
     def wait_of(self, cache: ContiguousCache, layer: int, k: Tensor, v: Tensor) -> Wait:
-        """Return how long a layer's first tokens wait; most layers are alike."""
+        """Return how long a layer's first tokens wait; most layers have the same answer."""
         entry = cache.entry(layer)
-        alike = cache, k.shape[:2], k.dtype, k.device
-        if entry.codecs is not None or self.wait is None or self.wait[:2] != (entry.spec, alike):
-            self.wait = entry.spec, alike, Wait.of(entry, k, v)
+        shape = cache, k.shape[:2], k.dtype, k.device
+        if entry.codecs is not None or self.wait is None or self.wait[:2] != (entry.spec, shape):
+            self.wait = entry.spec, shape, Wait.of(entry, k, v)
         return self.wait[2]
 
     def end_call(self) -> None:
-        """Let go of what a call brought: its mask and tokens are kept no longer than the call."""
+        """Drop what a call brought: its mask and tokens are kept no longer than the call."""
         asked, self.handles = self.asked, None
         if asked is not None and not (
             asked.mask is asked.sink_logits is asked.bias is asked.config.origin is None
@@ -177,18 +177,18 @@ class SharedState:
         self.open(gaps)
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
-        """Return what is to hold a layer's first tokens; made for all layers that are alike."""
+        """Return what is to hold a layer's first tokens; made for all layers of one shape."""
         shape = k.shape[1], k.shape[3], v.shape[3], k.dtype
         if self.latest is None or self.latest[0] != shape:
             latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths
             geometry = CacheGeometry(len(self.specs), *shape, latent)
             known = self.caches()
-            alike = next((x for x in known if x.geometry == geometry), None)
-            if self.budget is not None and known and alike is None:
+            same = next((x for x in known if x.geometry == geometry), None)
+            if self.budget is not None and known and same is None:
                 raise GeometryError(
-                    "layers have K and V of unlike shapes: a budget is for layers that are alike"
+                    "layers have K and V of different shapes: a budget needs layers of one shape"
                 )
-            self.latest = shape, alike or self.new_cache(geometry)
+            self.latest = shape, same or self.new_cache(geometry)
         cache = self.held[layer] = self.latest[1]
         return cache
 

@@ -1,7 +1,7 @@
-"""Layers with sliding attention whose tokens are packed: a stream that lets go of its front.
+"""Layers with sliding attention whose tokens are packed: a stream that drops its front.
 
 A layer with a window of W tokens holds at least the last W - 1, as transformers' own ring does, and
-as many in front of them as are in the same segment of slots. The model is told of a ring, and sees
+as many in front of them as are in the same segment of slots. To the model it is a ring, and it sees
 one: what lies in front is hidden from its attention.
 """
 
@@ -69,15 +69,15 @@ class RingTokens(NewTokens):
     __slots__ = ()
 
     @property
-    def behind(self) -> int:  # type: ignore[override]
+    def unseen(self) -> int:  # type: ignore[override]
         """Tokens held that no query of these sees."""
         return max(self.total - self.k.shape[2] - self.shared.window + 1, 0)
 
     def as_held(
         self, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return a mask of the tokens behind the window, too, or the window in its place."""
-        kwargs, behind = {**kwargs, "sliding_window": self.shared.window}, self.behind
+        """Return a mask of the tokens before the window, too, or the window in its place."""
+        kwargs, unseen = {**kwargs, "sliding_window": self.shared.window}, self.unseen
         if kwargs.get("position_bias") is not None:
             raise KVPactError("a bias by positions is not honoured with sliding=; leave that out")
         if mask is None:
@@ -85,22 +85,22 @@ class RingTokens(NewTokens):
         if mask.dtype == torch.bool and mask.shape[2] == 1 and bool(mask.all()):
             return None, kwargs  # one query, which sees its window: a step
         hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        return torch.nn.functional.pad(mask, (behind, 0), value=hidden), kwargs
+        return torch.nn.functional.pad(mask, (unseen, 0), value=hidden), kwargs
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
-        """See `NewTokens`; then let go of what no query to come sees."""
+        """See `NewTokens`; then drop what no query to come sees."""
         output = super().attend(q, config)
         if not self.shared.recording and isinstance(self._cache, ContiguousCache):
             self._cache.entry(self._layer).let_go(self.shared.window - 1)
         return output
 
     def own_padding(self, padding: Tensor) -> Tensor | None:
-        """See `NewTokens`; the padding that is told of begins with the window."""
-        return super().own_padding(torch.where(padding > 0, padding + self.behind, padding))
+        """See `NewTokens`; the padding given here begins with the window."""
+        return super().own_padding(torch.where(padding > 0, padding + self.unseen, padding))
 
     def part(self, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of the tokens that queries see."""
-        return super().part(side)[:, :, self.behind :]
+        return super().part(side)[:, :, self.unseen :]
 
 
 class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
@@ -115,11 +115,11 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     @property
     def record_past(self) -> bool:
-        """Whether nothing is let go of before the next `crop`, which may then go as far back."""
+        """True if all tokens are kept until the next `crop`, which may then go as far back."""
         return self._shared.recording
 
     def activate_past_recording(self) -> None:
-        """Let go of nothing before the next `crop`."""
+        """Keep all tokens until the next `crop`."""
         self._shared.recording = True
 
     def update(
@@ -155,12 +155,12 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     @property
     def begin(self) -> int:
-        """How many tokens were let go of."""
+        """The number of tokens dropped in front."""
         cache = self._shared.held[self._index]
         return cache.entry(self._index)._held.begin if isinstance(cache, ContiguousCache) else 0
 
     def get_seq_length(self) -> int:
-        """Tokens seen, also those that were let go of."""
+        """Tokens seen, also those that were dropped."""
         return self.begin + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     @property
     def packed_ring(self) -> Tensor | None:
-        """What the layer holds, as bytes `[B, n]` to go on with; None before the first tokens."""
+        """The layer's state, as bytes `[B, n]` to go on with; None before the first tokens."""
         entry, cache = self._entry(), self.cache
         if entry is None or cache is None or not entry.length:
             return None

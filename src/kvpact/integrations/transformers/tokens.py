@@ -97,20 +97,20 @@ class NewTokens:
         self.expanded: ref[Tensor] | None = None
         shared.waiting[layer] = self
 
-    behind = 0
+    unseen = 0
     """Tokens held that no query of these sees, by how attention slides."""
 
     def as_held(
         self, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Return a mask, and what comes beside it, for all tokens that are held."""
+        """Return a mask, and what comes with it, for all tokens that are held."""
         if mask is not None and self.shared.gaps.ranges:
             past = mask[..., : self.total - self.k.shape[2]]
             seen = past if past.dtype == torch.bool else past > torch.finfo(past.dtype).min / 2
             if not bool(seen.all()):
                 raise KVPactError(
-                    "a mask hides tokens of a cache that let go of some: leave attention_mask out, "
-                    "or evict what it hides"
+                    "a mask hides tokens of a cache that has dropped some: leave attention_mask "
+                    "out, or evict what it hides"
                 )
         return mask, kwargs
 
@@ -128,17 +128,17 @@ class NewTokens:
 
     @property
     def whole(self) -> bool:
-        """Whether these are all tokens of an exact layer, which wait as they are."""
+        """True if these are all tokens of an exact layer, which wait as they are."""
         return self._wait is not None
 
     @property
     def _waits(self) -> bool:
-        """Whether nothing has used these tokens yet."""
+        """True while nothing has used these tokens."""
         return self.shared.waiting[self._layer] is self
 
     @property
     def _is_last(self) -> bool:
-        """Whether these are the last layer's: NaN of a layer before comes as far."""
+        """True if these are the last layer's: NaN of a layer before comes as far."""
         return self._layer + 1 == len(self.shared.waiting)
 
     def wait_whole(self, k: Tensor, v: Tensor) -> bool:
@@ -315,7 +315,7 @@ class NewTokens:
 
     @property
     def fresh(self) -> bool:
-        """Whether these are a cache's first tokens, not yet stored: read as they are."""
+        """True if these are a cache's first tokens, not yet stored: read as they are."""
         if self._wait is not None:
             return self._waits
         first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
@@ -337,7 +337,7 @@ class NewTokens:
         return None if torch.equal(found, usual.long()) else found
 
     def tell_of_bias(self, attention: torch.nn.Module) -> None:
-        """Warn, at a cache's first tokens, of keys with a large bias of which nobody was asked."""
+        """Warn on the first tokens if keys have a large bias and no key offsets were given."""
         if isinstance(self._cache, PagedView):
             paged = self._cache.cache
             specs, known = paged.specs, bool(paged.key_offsets)

@@ -1,4 +1,4 @@
-"""What a model was told to compute for a cache: token ids, and what K and V depend on beside."""
+"""Log of a model's calls for a cache: token ids, and what else K and V depend on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NEVER = {"inputs_embeds", "encoder_hidden_states"}
 """What changes K and V of text, too, where a model is given images, video or sound."""
 
 
-class Told:
-    """Of every token of a cache: its id, its position, and why its K and V are no id's alone.
+class CallLog:
+    """The id and position of every token of a cache, and why its K and V are no id's alone.
 
     Nothing is looked at before somebody asks, so that no call waits for a device.
     """
@@ -93,7 +93,7 @@ class Told:
         self.note(held, count, ids if alone else None, places, reason, tokens.device)
 
     def odd(self, held: int) -> bool:
-        """Whether K and V of some of the first tokens depend on more than ids."""
+        """Return whether K and V of some of the first tokens depend on more than ids."""
         rows = self._rows[:, : min(held, self.seen)]
         places = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
         return bool(((rows[1] != places) | (rows[2] != PLAIN)).any())
@@ -123,8 +123,8 @@ class Told:
             )
 
 
-class Watch:
-    """A model's hook: what it is called with is told to the `CompressedCache` of the call."""
+class CallWatch:
+    """A model's hook that logs what it is called with in the `CompressedCache` of the call."""
 
     def __init__(self, model: Any, media: bool) -> None:
         self._names = tuple(signature(model.forward).parameters)
@@ -138,16 +138,16 @@ class Watch:
         shared = getattr(cache, "_shared", None)
         if shared is not None and not _captured():
             named = [x for x in self._named if isinstance(given.get(x), Tensor)]
-            shared.told.call(cache.get_seq_length(), given, named)
+            shared.call_log.call(cache.get_seq_length(), given, named)
 
 
 def _captured() -> bool:
-    """Whether a CUDA graph is made of the call, whose replays nobody would see here."""
+    """Return whether a CUDA graph is made of the call, whose replays nobody would see here."""
     made: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return made and torch.cuda.is_current_stream_capturing()
 
 
 def watch(model: Any, media: bool) -> None:
-    """Let a model tell its caches what it is called with; a second time changes nothing."""
-    if not any(isinstance(hook, Watch) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(Watch(model, media), with_kwargs=True)
+    """Let a model's caches log what it is called with; a second time changes nothing."""
+    if not any(isinstance(hook, CallWatch) for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(CallWatch(model, media), with_kwargs=True)

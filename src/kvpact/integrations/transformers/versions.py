@@ -1,4 +1,4 @@
-"""How this transformers is called: the one place that asks what it is like.
+"""Names and signatures of the installed transformers: the one place that asks for them.
 
 All else imports the engine's names from here and speaks as its newest version does. What can be
 asked by its form, a signature or an attribute, is; what a version lacks is refused by the name of
@@ -148,7 +148,7 @@ def modeling_module(config: Any) -> str:
 
 
 def _is_own(found: Any, config: Any) -> bool:
-    """Whether a class of caches is a model's own."""
+    """Return whether a class of caches is a model's own."""
     return isinstance(found, type) and found.__module__ == modeling_module(config)
 
 
@@ -166,16 +166,16 @@ def drops_cache_at(config: Any) -> int | None:
 
 
 def has_encoder(kind: type) -> bool:
-    """Whether a class of configs is of models with an encoder, whatever one config says."""
-    told = getattr(kind, "is_encoder_decoder", None)
-    if told is None:  # before 5.2
+    """Return whether a class of configs is of models with an encoder, whatever one config says."""
+    found = getattr(kind, "is_encoder_decoder", None)
+    if found is None:  # before 5.2
         given = signature(kind).parameters.get("is_encoder_decoder")
-        told = given is not None and given.default
-    return told is True
+        found = given is not None and given.default
+    return found is True
 
 
 def check_index() -> None:
-    """Raise `VersionError` where attention is not told rightly what an index chose."""
+    """Raise `VersionError` where attention does not get rightly what an index chose."""
     if "indexed_attention" not in LAYER_CLASSES:
         raise VersionError("'kvpact' attends to what an index chose", "5.19")
 
@@ -221,7 +221,7 @@ def new_tokens(given: int | Tensor) -> int:
 
 
 def crops_to_length() -> bool:
-    """Whether `crop` may be told the length that is left, as before 5.15."""
+    """Return whether `crop` takes the length that is left, as before 5.15."""
     return "tokens_to_remove" not in signature(Cache.crop).parameters
 
 
@@ -240,7 +240,7 @@ def tokens_to_remove(given: int | Tensor, length: int) -> int:
 
 
 def expect_crops(cache: Cache, draft: bool) -> None:
-    """Make ready for rollbacks: a draft's windows let go of nothing until the next one.
+    """Make ready for rollbacks: a draft's windows keep all tokens until the next one.
 
     Raises `VersionError` where this transformers has no such windows; the target's it makes itself.
     """
@@ -259,8 +259,8 @@ def forget(layer: Any) -> None:
     layer.reset()
 
 
-class CacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """transformers' class of cache layers, in the words of its newest version."""
+class TransformersLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """The base class of transformers' cache layers, in the words of its newest version."""
 
     def get_max_cache_shape(self) -> int:
         """Return what `get_max_length` does, for versions before 5.15."""

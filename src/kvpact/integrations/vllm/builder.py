@@ -1,4 +1,4 @@
-"""What a batch of vLLM's is made of, which kernel attends its prompts, and what the log says."""
+"""The builder of vLLM's batches, the choice of a kernel for their prompts, and the log."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | N
 def _shared_scratch(
     q_heads: int, heads: int, dim: int, dtype: torch.dtype, longest: int
 ) -> Scratch:
-    """Return one for all layers alike, whatever their specs."""
+    """Return one scratch for all layers, whatever their specs."""
     from kvpact.integrations.vllm.cpu_attention import OwnKernel
 
     return Scratch(OwnKernel(q_heads, heads, dim, dtype), heads, dim, dtype, longest)
@@ -159,10 +159,10 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
     plan: Plan = native_plan(*pair, dtype, device, backend.latent)
     plain = sum(widths) * dtype.itemsize
     content = spec.state_content_size_bytes
-    # Layers with a sliding window know the bytes of a token beside them (`SlidingBackend.full`).
+    # Layers with a sliding window know the bytes of other layers' tokens (`SlidingBackend.full`).
     backends = [layer.attn_backend for layer in layers.values() if hasattr(layer, "attn_backend")]
-    beside = [other.full for other in backends if hasattr(other, "full")]
-    sliding = len(beside)
+    others = [other.full for other in backends if hasattr(other, "full")]
+    sliding = len(others)
     logger.info(
         "kvpact stores %s of %d layers as %s: %d bytes per token and KV head instead of %d "
         "(%s), %.2f times as many tokens: %s. %r",
@@ -203,7 +203,7 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         )
     if padded := spec.page_size_padded:
         page = spec.unpadded_page_size_bytes
-        larger = spec.block_size * max(beside, default=0)
+        larger = spec.block_size * max(others, default=0)
         logger.warning(
             "vLLM makes the pages of all layers equally large, so %.0f %% of kvpact's are empty: "
             "%d of %d bytes are used; %s",
@@ -218,7 +218,7 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         each = len(names) * spec.num_kv_heads * plain * (width + SLACK)
         sequences = config.scheduler_config.max_num_seqs
         logger.info(
-            "kvpact keeps the last %d tokens of each sequence exactly, beside the pages: %.2f MB "
+            "kvpact keeps the last %d tokens of each sequence exactly, outside the pages: %.2f MB "
             "for each, at most %.0f MB for --max-num-seqs %d",
             width,
             each / 1e6,

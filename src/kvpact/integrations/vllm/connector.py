@@ -37,7 +37,7 @@ from kvpact.integrations.vllm.setting import native_plan
 
 
 class ConnectorStats(KVConnectorStats):
-    """What was counted since it was asked for last; parameters as of vLLM's class."""
+    """Counts since the last report; parameters as of vLLM's class."""
 
     def reset(self) -> None:
         """Begin at zero."""
@@ -136,12 +136,12 @@ class KVPactConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether what was not saved is missed: it is computed again."""
+        """False: what was not saved is computed again."""
         return False
 
     @property
     def counts(self) -> dict[str, int]:
-        """What this side of the connector counted since its start, see `COUNTED`."""
+        """Counts of this side of the connector since its start, see `COUNTED`."""
         return self._counts.total()
 
     @property
@@ -260,7 +260,7 @@ class KVPactConnector(KVConnectorBase_V1):
         return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Refuse: chunks belong to all engines. After new weights, start vLLM anew."""
+        """Refuse: chunks belong to all engines. After new weights, restart vLLM."""
         return False
 
     def shutdown(self) -> None:

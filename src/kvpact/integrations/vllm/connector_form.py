@@ -1,4 +1,4 @@
-"""What an engine's pages hold, and the chunks that the scheduler's side tells the workers of."""
+"""The form of an engine's pages, and the chunks that the scheduler's side gives the workers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ChunkPiece:
 
 @dataclass(frozen=True)
 class Load:
-    """Chunks that go into pages, one behind the other, without the first `skip` pages."""
+    """Chunks that go into pages, one after the other, without the first `skip` pages."""
 
     request: str
     identity: Identity
@@ -87,7 +87,7 @@ class Save:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What workers do in one step; if `idle`, no token is computed: loads can be waited for."""
+    """The work of workers in one step; if `idle`, no token is computed: loads can be waited for."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

@@ -28,12 +28,12 @@ from kvpact.stores import Store
 AT_ONCE = 0.002
 """Seconds that a lookup may hold up the scheduler; one that takes longer is asked for later."""
 RETRY = 30.0
-"""Seconds for which a chunk whose load failed is not loaded, unless it is saved anew before."""
+"""Seconds for which a chunk whose load failed is not loaded, unless it is saved again before."""
 
 
 @dataclass
 class _Tracked:
-    """What is known of a request. `request`: vLLM's, whose tokens grow."""
+    """The state of a request. `request`: vLLM's, whose tokens grow."""
 
     request: Any
     kind: ChunkKind
@@ -88,7 +88,7 @@ class PrefixScheduler:
         """Keys that a load failed at, and until when they are taken for missing."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded behind those computed; None while not known."""
+        """Return how many tokens can be loaded after those computed; None while not known."""
         try:
             one = self._of(request)
         except Exception as error:  # an adapter whose files can't be read, for one
@@ -241,7 +241,7 @@ class PrefixScheduler:
         return one.names[:count]
 
     def _name(self, request: Any, index: int, key: bytes) -> str:
-        """Return the key of a chunk, given what its tokens show beside their ids."""
+        """Return the key of a chunk, given what its tokens show besides their ids."""
         shown = [
             [media.identifier, media.mm_position.offset]
             for media in request.mm_features or ()

@@ -1,4 +1,4 @@
-"""What the connector takes out of vLLM's configuration: form of pages, models, adapters."""
+"""Settings of the connector from vLLM's configuration: form of pages, models, adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both sides of the connector have of their store: options, threads that ask it, counters.
+"""The store of both sides of the connector: options, threads that ask it, counters.
 
 Nobody who serves tokens ever waits for a store: threads talk to it.
 """

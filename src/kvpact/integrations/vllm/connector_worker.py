@@ -33,7 +33,7 @@ LOADS = 4
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What a load brought: copies of pages for each layer, and how many chunks and bytes."""
+    """The result of a load: copies of pages for each layer, and how many chunks and bytes."""
 
     layers: list[Copied]
     chunks: int

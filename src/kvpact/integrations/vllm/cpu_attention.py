@@ -1,4 +1,4 @@
-"""vLLM's own CPU attention: where it attends beside kvpact, and the order of its pages.
+"""vLLM's own CPU attention: where it attends along with kvpact, and the order of its pages.
 
 Where it multiplies in AMX it is the kernel of prompts. Its other kernels are no faster than
 kvpact's, and would need what is stored to be decoded first.
@@ -100,7 +100,7 @@ class OwnKernel:
 
 
 class SlidingBackend(CPUAttentionBackend):
-    """vLLM's own CPU attention; `full`: bytes of a token in the largest layer beside its own."""
+    """vLLM's own CPU attention; `full`: bytes of a token in the largest of the other layers."""
 
     full: ClassVar[int]
 
@@ -115,7 +115,7 @@ class SlidingBackend(CPUAttentionBackend):
 
 @cache
 def sliding_backend(full: int) -> type[SlidingBackend]:
-    """Return the class of layers beside such whose tokens have at most `full` bytes."""
+    """Return the class of layers next to others whose tokens have at most `full` bytes."""
     return type(f"SlidingBackend{full}", (SlidingBackend,), {"full": full})
 
 

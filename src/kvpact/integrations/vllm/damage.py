@@ -44,16 +44,16 @@ class Damage:
         return whole
 
     def cut(self, row: Row, count: int, out: Tensor) -> None:
-        """Cut a row behind `count` new tokens: the others' outputs are NaN, their pages damaged."""
+        """Cut a row after `count` new tokens: the others' outputs are NaN, their pages damaged."""
         out[row.start + count : row.end] = nan
         self.mark(row, count)
 
     def mark(self, row: Row, count: int = 0) -> None:
-        """Know the pages to be damaged that a row wrote to behind `count` new tokens."""
+        """Mark the pages as damaged that a row wrote to after `count` new tokens."""
         self._pages.update(row.pages[(row.held + count) // self._page_tokens :])
 
     def mend(self, pages: Iterable[int]) -> None:
-        """Know these pages to be whole, because they are written to from their beginnings."""
+        """Mark these pages as whole, because they are written to from their beginnings."""
         self._pages.difference_update(pages)
 
 
@@ -111,5 +111,5 @@ class Watch:
 
 @cache
 def watch_of(kind: str) -> Watch | None:
-    """Return that of this process's device, by its kind; on a CPU checks are not deferred: None."""
+    """Return this process's watch for a type of device; None on a CPU: checks are immediate."""
     return None if kind == "cpu" else Watch(kind)

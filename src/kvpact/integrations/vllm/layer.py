@@ -217,14 +217,14 @@ class PagedLayer:
         return LayerView(k, v, None)
 
     def _attend(self, parts: list[_Part], batch: _Batch) -> None:
-        alike = defaultdict(list)
+        by_length = defaultdict(list)
         for row, window in parts:
             q, k, v = batch.of(row)
             view = self._view(row, window) if row.held else None
             call = AttendCall(view, k, v, q, batch.config, latent=self._latent)
-            alike[row.end - row.start].append((row, call))
+            by_length[row.end - row.start].append((row, call))
         # Calls whose queries are equally many are one call of the kernels.
-        for group in alike.values():
+        for group in by_length.values():
             output = self._plan.attend([call for _, call in group])
             for (row, _), one in zip(group, output, strict=True):
                 batch.out[row.start : row.end] = one.transpose(0, 1)
@@ -308,7 +308,7 @@ class PagedLayer:
             encoder.write(what, source, window.packed % self._tokens)
 
     def _clear(self, row: Row) -> None:
-        """Clear what a row's pages hold behind the place where its new tokens go."""
+        """Clear what a row's pages hold after the place where its new tokens go."""
         start, end = row.held, row.length
         while start < end:
             index, inside = divmod(start, self._tokens)

@@ -1,4 +1,4 @@
-"""What the plug-in uses of vLLM, most of it private: it is looked for when vLLM starts.
+"""Names of vLLM that the plug-in uses, most of them private: they are checked at vLLM's start.
 
 So a later vLLM without one of these names is refused, with all that are missing, and no other is.
 """

@@ -1,4 +1,4 @@
-"""What the bytes of one of vLLM's pages are.
+"""The layout of the bytes of one of vLLM's pages.
 
 vLLM hands over `[P, H, N, C]`: pages, KV heads, tokens of a page, bytes of a token. The N * C bytes
 of a head lie together, and hold the fields of K and then those of V, each `[units, *shape]` as in

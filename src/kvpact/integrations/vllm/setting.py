@@ -134,7 +134,7 @@ def give_backends(
     sliding: Callable[[int], type],
     dtype: torch.dtype,
 ) -> list[str]:
-    """Give each attention layer of a model that is of the `plain` backend that of its kind.
+    """Replace the `plain` backend class of each attention layer by the class of its kind.
 
     Returns the names of those that store by a spec.
 

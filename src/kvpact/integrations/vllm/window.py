@@ -1,4 +1,4 @@
-"""The last tokens of each sequence, exactly, beside vLLM's pages.
+"""The last tokens of each sequence, exactly, outside vLLM's pages.
 
 A window is known by the page that holds its last token: nobody but the sequence writes there, and
 who finds that page in vLLM's prefix cache has the same tokens.
@@ -16,7 +16,7 @@ from kvpact.kernels import TokenMemory
 
 _CPU = torch.device("cpu")
 SLACK = 16
-"""Tokens of room behind a window; when they are used up, it is moved to the front."""
+"""Tokens of room after a window; when they are used up, it is moved to the front."""
 
 
 class Row(NamedTuple):
@@ -70,8 +70,8 @@ class Window:
 class WindowPool:
     """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
 
-    `shapes`: heads and width of K and of V. `lost`: told of a window that gives way to another, and
-    of the page by which it is known; of no other that is forgotten somebody reads the page.
+    `shapes`: heads and width of K and of V. `lost`: called with a window that gives way to another
+    and the page by which it is known; of no other that is forgotten somebody reads the page.
     """
 
     lost: Callable[[int, Window], None] | None = None
@@ -133,7 +133,7 @@ class WindowPool:
         return [max(window.first, window.end - self.width) for window in windows]
 
     def make_room(self, windows: Sequence[Window]) -> None:
-        """See that one more token fits behind each window: all are moved when one has to be."""
+        """Make room for one more token after each window: all are moved when one has to be."""
         room = self.width + SLACK
         if self.width and room in [w.end - w.memories[0].start for w in windows]:
             for window, start in zip(windows, self.exact_from(windows), strict=True):
