@@ -110,7 +110,6 @@ bench: $(BUILT) $(DEV) ## speed, bytes and memory on this machine, targets besid
 	@$(PY) benchmarks/prompt.py --rounds 3 --tokens 512 2048 --past 4096 16384 --chunks 256 --out $(BENCH)
 	@$(PY) benchmarks/encode.py --out $(BENCH)
 	@$(PY) benchmarks/import_time.py
-	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
 	@$(PY) benchmarks/store.py
 	@$(PY) benchmarks/first_token.py

@@ -25,27 +25,21 @@ DIR/linearity.json, linearity.md and linearity.png.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import statistics
 from contextlib import ExitStack
-from pathlib import Path
 
 # Before torch is there: threads that spin slow down the other process, and so do compilers.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import runner
 import torch
 from attend_linearity import linearity
-from attend_ours import OURS, SHAPES, our_calls
-from attend_report import Row, markdown, rows_of
-from attend_rounds import measure, turn_of
-from attend_torch import AVX2, CAPS, NO_BF16, Capped, capped, torch_calls
-from machine import about, flags
+from attend_ours import OURS, SHAPES, our_calls, read_name
+from attend_torch import AVX2, CAPS, NO_BF16, Capped, capped, hopeless, is_torch, torch_calls
+from machine import flags
 
-from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu import library
-
-SHORT = [32, 64, 128, 256]
-TOKENS = [1024, 4096, 16384, 65536]
+SHORT, TOKENS = [32, 64, 128, 256], [1024, 4096, 16384, 65536]
 LONG = [1024 * 2**n for n in range(8)]
 
 
@@ -61,71 +55,103 @@ def lesser(stack: ExitStack, avx2: bool) -> tuple[Capped | None, str | None]:
     return other, cap
 
 
-def attention(options: argparse.Namespace, other: Capped | None, cap: str | None) -> list[Row]:
-    """Measure all candidates and print their tables."""
-    rows: list[Row] = []
+def attention(
+    options: argparse.Namespace, other: Capped | None, cap: str | None
+) -> list[runner.Row]:
+    """Measure all candidates."""
+    rows: list[runner.Row] = []
     for shape in options.shapes:
         for tokens in options.tokens:
             torch.set_num_threads(max(options.threads))
             ours = our_calls(tokens, shape, options.ring, options.only)
-            for threads in options.threads:
-                torch.set_num_threads(threads)
+            for threads in runner.each_threads(options):
                 what = (tokens, shape, options.ring, not options.no_compile)
-                turns = {n: turn_of(c) for n, c in (torch_calls(*what) | ours).items()}
+                turns = {n: runner.turn_of(*c) for n, c in (torch_calls(*what) | ours).items()}
                 if other:
                     there = other.prepare(threads, *what)
                     turns |= {f"{name}, {cap}": turn for name, turn in there.items()}
-                times = measure(turns, options.rounds)
-                found = rows_of(times, cap, shape=shape, tokens=tokens, threads=threads)
-                print(markdown(found, {}, cap).partition("\n## ")[2], flush=True)
-                rows += found
+                times = runner.in_turns(turns, options.rounds, warm=2, rare=hopeless)
+                rows += rows_of(times, cap, shape=shape, tokens=tokens, threads=threads)
     return rows
 
 
-def arguments() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--short", action="store_true", help="32 to 256 tokens, too")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--ring", type=int, default=96, help="megabytes of each candidate's ring")
-    parser.add_argument("--only", nargs="+", choices=OURS, default=list(OURS))
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--avx2", action="store_true", help="our kernels at AVX2 alone")
-    parser.add_argument("--linearity", action="store_true", help="time per token over contexts")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
-    if options.tokens is None:
-        options.tokens = LONG if options.linearity else TOKENS
-    if options.short:
-        options.tokens = sorted({*SHORT, *options.tokens})
-    return options
+def rows_of(times: dict[str, list[float]], cap: str | None, **where: object) -> list[runner.Row]:
+    """Return a row per candidate; names that end with the cap are the capped process's."""
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    best = {}
+    for kind in (False, True):
+        same = (n for n in medians if is_torch(n) and (bool(cap) and n.endswith(cap)) is kind)
+        best[kind] = min(same, key=medians.get, default=None)
+    fused, lesser = medians.get("fp16, fused"), best[True]
+    rows = []
+    for name, found in times.items():
+        low, middle, high = runner.quartiles(found)
+        read = medians.get(read_name(name)) if name in OURS else None
+        row = {
+            "candidate": name,
+            "ms": middle * 1e3,
+            "ms_quartiles": [low * 1e3, high * 1e3],
+            "ms_least": min(found) * 1e3,
+            "rounds": len(found),
+            "best_torch": best[False],
+            "times_best_torch": medians[best[False]] / middle,
+            "best_torch_capped": lesser,
+            "times_best_torch_capped": medians[lesser] / middle if lesser else None,
+            "times_fp16": fused / middle if fused else None,
+            "over_read": middle / read if read else None,
+        }
+        rows.append(where | row)
+    return rows
+
+
+def tables(rows: list[runner.Row], cap: str | None) -> list[str]:
+    """Return a table per shape, thread count and context."""
+    lines = []
+    if cap:
+        lines += [
+            f"*Best torch, {cap}*, is for information: the same calls in a process of their own, "
+            "in which torch's libraries may use less of the processor.",
+            "",
+        ]
+    columns = ["", "median ms", "quartiles", "x best torch"]
+    columns += [*([f"x best torch, {cap}"] if cap else []), "x own fp16", "over its read"]
+    keys = ["times_best_torch", *(["times_best_torch_capped"] if cap else [])]
+    for key in dict.fromkeys((row["shape"], row["tokens"], row["threads"]) for row in rows):
+        part = [r for r in rows if (r["shape"], r["tokens"], r["threads"]) == key]
+        lesser = f"; {cap}: {part[0]['best_torch_capped']}" if cap else ""
+        cells = []
+        for r in part:
+            ratios = [r[name] for name in (*keys, "times_fp16", "over_read")]
+            ends = "-".join(f"{x:.3f}" for x in r["ms_quartiles"])
+            numbers = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            cells.append([r["candidate"], f"{r['ms']:.3f}", ends, *numbers])
+        lines += ["## {}, {} tokens, {} thread(s)".format(*key), ""]
+        lines += [f"Best torch: {part[0]['best_torch']}{lesser}", ""]
+        lines += [runner.table(columns, cells), ""]
+    return lines
 
 
 def main() -> None:
     """Measure, print, and write the report."""
-    options = arguments()
+    options = runner.arguments(
+        __doc__, tokens=[int], short=False, shapes=SHAPES, threads=[1, 2], rounds=15, ring=96,
+        only=OURS, no_compile=False, avx2=False, linearity=False, out=runner.BENCH,
+    )  # fmt: skip
+    options.tokens = options.tokens or (LONG if options.linearity else TOKENS)
+    if options.short:
+        options.tokens = sorted({*SHORT, *options.tokens})
     if options.avx2:
         os.environ["KVPACT_SIMD"] = "avx2"
-    try:
-        level = library().level
-    except BackendUnavailable as error:
-        raise SystemExit(f"no native kernels to measure: {error}") from None
-    found = about(level=level, rounds=options.rounds) | {"ring, MB": options.ring}
-    options.out.mkdir(parents=True, exist_ok=True)
+    about = {"level": runner.native_level(), "ring, MB": options.ring}
     if options.linearity:
-        linearity(options, found)
+        linearity(options, **about)
         return
     with ExitStack() as stack:
         other, cap = lesser(stack, options.avx2)
         rows = attention(options, other, cap)
-    path = options.out / ("attend-avx2" if options.avx2 else "attend")
-    written = {"about": found, "cap": cap, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(written, indent=1))
-    path.with_suffix(".md").write_text(markdown(rows, found, cap))
-    print(f"written to {path}.json and .md")
+    name, found = "attend-avx2" if options.avx2 else "attend", {"cap": cap, "rows": rows}
+    told = {"title": "Decode attention", **about}
+    runner.report(options, name, found, tables(rows, cap), ("rounds",), **told)
 
 
 if __name__ == "__main__":

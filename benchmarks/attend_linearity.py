@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
+import runner
 from attend_ours import our_ring
-from attend_report import Row
-from attend_rounds import TORCH, measure, quartiles, turn_of
-from attend_torch import QUICK, exact_ring, grouped
-from machine import head
+from attend_torch import QUICK, exact_ring, grouped, is_torch
+from runner import Call, Row
 from torch.nn.functional import scaled_dot_product_attention
 
 OURS = ("4 bits", "8 bits", "3 bits", "2 bits", "trellis 4", "fp16, fused")
 LONGEST_TORCH = 65536
 BOUND = 0.15
+TITLE, TOLD = "Time per token of context", ("rounds",)
 
 
-def linearity(options: argparse.Namespace, about: dict[str, object]) -> None:
+def linearity(options: argparse.Namespace, **about: object) -> None:
     """Measure, print, and write the report."""
     rows = []
     ours = [name for name in OURS if name in options.only]
@@ -31,20 +27,16 @@ def linearity(options: argparse.Namespace, about: dict[str, object]) -> None:
             longest = LONGEST_TORCH if name in QUICK else max(options.tokens)
             tokens = [count for count in options.tokens if count <= longest]
             rings = {str(count): ring(name, count, shape, options.ring) for count in tokens}
-            for threads in options.threads:
-                torch.set_num_threads(threads)
+            for threads in runner.each_threads(options):
                 # The contexts of one candidate take turns: their ratio is what is asked.
-                times = measure({n: turn_of(calls) for n, calls in rings.items()}, options.rounds)
+                turns = {count: runner.turn_of(*calls) for count, calls in rings.items()}
+                times = runner.in_turns(turns, options.rounds, warm=2)
                 rows.append({"shape": shape, "threads": threads, "candidate": name, **line(times)})
-                print(sentence(rows[-1]), flush=True)
-    path = options.out / "linearity"
-    path.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
-    path.with_suffix(".md").write_text(markdown(rows, about))
-    plot(rows, path.with_suffix(".png"))
-    print(f"written to {path}.json, .md and .png")
+    runner.report(options, "linearity", rows, body(rows), TOLD, title=TITLE, **about)
+    plot(rows, options.out / "linearity.png")
 
 
-def ring(name: str, tokens: int, shape: str, size: int) -> list[Any]:
+def ring(name: str, tokens: int, shape: str, size: int) -> list[Call]:
     """Return the calls of one candidate at one context."""
     if name not in QUICK:
         return our_ring(name, tokens, shape, size)[0]
@@ -65,7 +57,7 @@ def line(times: dict[str, list[float]]) -> Row:
     The line, a fixed cost and a cost per token, is the least squares' of the relative distances.
     """
     tokens = np.array([int(name) for name in times], dtype=float)
-    seconds = np.array([statistics.median(found) for found in times.values()])
+    seconds = np.array([*runner.medians(times, 1).values()])
     matrix = np.stack([1 / seconds, tokens / seconds], axis=1)
     fixed, slope = np.linalg.lstsq(matrix, np.ones(len(tokens)), rcond=None)[0]
     each = seconds / tokens
@@ -74,7 +66,7 @@ def line(times: dict[str, list[float]]) -> Row:
     worst = int(np.abs(beside_median).argmax())
     points = []
     for count, found in zip(tokens, times.values(), strict=True):
-        spread = [value / count * 1e9 for value in quartiles(found)]
+        spread = runner.quartiles(found, 1e9 / count)
         point = {"tokens": int(count), "ns_per_token": spread[1], "ns_quartiles": spread[::2]}
         points.append(point | {"ms": spread[1] * count / 1e6})
     return {
@@ -106,19 +98,17 @@ def sentence(row: Row) -> str:
     )
 
 
-def markdown(rows: list[Row], about: dict[str, object]) -> str:
+def body(rows: list[Row]) -> list[str]:
     """Return the sentences and a table of ns per token."""
     tokens = list(dict.fromkeys(p["tokens"] for row in rows for p in row["points"]))
-    lines = ["# Time per token of context\n", head(about) + "\n"]
-    lines += [f"- {sentence(row)}" for row in rows]
-    lines += ["\nns per token of context (median of the rounds) at that many tokens:\n"]
-    lines += ["| | " + " | ".join(map(str, tokens)) + " |", "|" + "---|" * (len(tokens) + 1)]
+    cells = []
     for row in rows:
         found = {p["tokens"]: f"{p['ns_per_token']:.1f}" for p in row["points"]}
-        cells = [found.get(count, "-") for count in tokens]
         name = f"{row['shape']}, {row['threads']} thread(s), {row['candidate']}"
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        cells.append([name, *(found.get(count, "-") for count in tokens)])
+    said = "ns per token of context (median of the rounds) at that many tokens:"
+    sentences = [f"- {sentence(row)}" for row in rows]
+    return [*sentences, "", said, "", runner.table(["", *map(str, tokens)], cells)]
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -134,7 +124,7 @@ def plot(rows: list[Row], path: Path) -> None:
         for row in rows:
             if (row["shape"], row["threads"]) != (shape, threads):
                 continue
-            style = "--" if row["candidate"].startswith(TORCH) else "-"
+            style = "--" if is_torch(row["candidate"]) else "-"
             places = [point["tokens"] for point in row["points"]]
             heights = [point["ns_per_token"] for point in row["points"]]
             low, high = zip(*(point["ns_quartiles"] for point in row["points"]), strict=True)

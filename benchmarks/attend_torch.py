@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import torch
-from attend_ours import SHAPES, Call, copies
-from attend_rounds import Turn, measure, turn_of
+from attend_ours import SHAPES, copies
+from runner import Call, Turn, in_turns, turn_of
 from torch.nn.functional import scaled_dot_product_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUICK = ("sdpa fp32", "matmul fp32", "matmul bf16")
+TORCH = ("sdpa", "matmul")
 NO_BF16, AVX2 = "without bf16 dot products", "AVX2 alone"
 CAPS = {
     NO_BF16: {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
@@ -25,6 +26,20 @@ CAPS = {
     },
 }
 """Environment variables under which torch computes as on a lesser processor, by what it lacks."""
+
+
+def is_torch(name: str) -> bool:
+    """Return whether a candidate is one of torch's."""
+    return name.startswith(TORCH)
+
+
+def hopeless(times: dict[str, list[float]]) -> set[str]:
+    """Return torch's candidates that take five times as long as its best one.
+
+    They are not what anything is compared with, and would take most of the time.
+    """
+    torches = {name: min(found) for name, found in times.items() if is_torch(name)}
+    return {name for name, found in torches.items() if found > 5 * min(torches.values())}
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -90,9 +105,9 @@ class Capped:
         """Return whether the cap makes a difference to matmul in bf16."""
         name = "matmul bf16"
         torch.set_num_threads(1)
-        here = turn_of(torch_calls(4096, "A", 96, False)[name])
+        here = turn_of(*torch_calls(4096, "A", 96, False)[name])
         there = self.prepare(1, 4096, "A", 96, False)[name]
-        times = measure({"here": here, "there": there}, 9)
+        times = in_turns({"here": here, "there": there}, 9, warm=2)
         return min(times["there"]) > 1.1 * min(times["here"])
 
 
@@ -109,7 +124,7 @@ def _serve(pipe: Connection) -> None:
         threads, wanted = asked
         torch.set_num_threads(threads)
         turns = {}  # the old rings go before the new ones come
-        turns = {name: turn_of(ring) for name, ring in torch_calls(*wanted).items()}
+        turns = {name: turn_of(*ring) for name, ring in torch_calls(*wanted).items()}
         pipe.send(list(turns))
 
 

@@ -1,7 +1,8 @@
 """Attention, prompts, encoding and a whole model on a CUDA device, beside exact caches.
 
     python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64]
-        [--parts decode latent prompt encode model] [--rounds 30] [--out DIR]
+        [--parts decode latent prompt encode model] [--rounds 30] [--layers 30] [--memory 60]
+        [--dry] [--out DIR]
 
 *decode*: a step's attention over so many tokens and rows, 32 query heads, 8 KV heads of 128, bf16,
 each work captured as a graph, all in turns; the ratio is that of the fastest exact kernel's median
@@ -10,6 +11,7 @@ latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed past. *encode*: 
 into slots. *model*: a Llama of SmolLM2's shape with random weights, end to end beside
 `DynamicCache`, called as ever and as a graph; before its steps what the prompt took of the device,
 the peak of what was allocated, and of what torch reserved, which is what others can't have.
+--memory are the most gigabytes of exact K and V; with --dry it runs without a GPU, too.
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
@@ -19,28 +21,18 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import runner
 import torch
 from gpu_exact import exact_kernels
-from gpu_timing import (
-    DEVICE,
-    bandwidth,
-    captured,
-    forget,
-    microseconds,
-    peak_memory,
-    reserved_memory,
-    summary,
-)
-from machine import about, head, save
+from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peaks_of, summary
+from runner import Row
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import AttendCall
 
-Row = dict[str, Any]
 SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis:bits=4"]
 SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
 Q_HEADS, HEADS, DIM = 32, 8, 128
@@ -280,10 +272,8 @@ def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
             works[name] = lambda n=network, c=cache, s=step: n(s, **named(c))
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
-            peaks[name] = peak_memory()
-            reserved, most = reserved_memory()
-            made = {"part": "model memory", "shape": str(tokens), "what": name}
-            made |= {"allocated": peaks[name], "reserved": reserved, "peak": most}
+            made = {"part": "model memory", "shape": str(tokens), "what": name, **peaks_of()}
+            peaks[name] = made["allocated"]
             print(line(made), flush=True)
             yield made
         with torch.no_grad():
@@ -297,35 +287,26 @@ PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode,
 
 def main() -> None:
     """Measure, print, and write DIR/gpu.json and DIR/gpu.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--specs", nargs="+", default=SPECS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=30, help="Of the model.")
-    parser.add_argument("--memory", type=float, default=60, help="Most gigabytes of exact K and V.")
-    parser.add_argument("--dry", action="store_true", help="Run without a GPU, too.")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = runner.arguments(
+        __doc__, specs=SPECS, tokens=[4096, 16384, 65536, 131072], batch=[1, 8, 64], parts=PARTS,
+        rounds=30, layers=30, memory=60.0, dry=False,
+    )  # fmt: skip
     if DEVICE == "cpu" and not options.dry:
         sys.exit("no CUDA device is there; nothing was measured")
     import triton
 
     speeds = bandwidth(options.rounds)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
-    gpu = {"gpu": name, "cuda": torch.version.cuda}
-    told = {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
-    found = about(**gpu, triton=triton.__version__, **told)
+    told = {"gpu": name, "cuda": torch.version.cuda, "triton": triton.__version__}
+    told |= {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
     columns = ("part", "shape", "what", "us (quartiles)", "TB/s", "of read", "over exact")
-    lines = [head(found), "", "| " + " | ".join(columns) + " |", "|---|---|---|--:|--:|--:|--:|"]
-    print("\n".join(lines), flush=True)
+    first = runner.table(columns, [], 3)
+    print(runner.head(options.about | told), first, sep="\n\n", flush=True)
     rows: list[Row] = []
     for part in options.parts:
         for row in PARTS[part](options, speeds["read"]):
-            rows.append(row)
-            if options.out:  # each time: a later one may fail
-                save(options.out, "gpu", found, rows, "\n".join([*lines, *map(line, rows)]) + "\n")
+            rows.append(row)  # and written each time: a later one may fail
+            runner.report(options, "gpu", rows, [first, *map(line, rows)], last=False, **told)
 
 
 if __name__ == "__main__":

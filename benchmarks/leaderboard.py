@@ -21,17 +21,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import children
+import runner
 import transformers
 from leaderboard_contenders import contender, installed, points
-from machine import about
+from leaderboard_process import carried_out
 
 import kvpact
 from kvpact.data import book_path
@@ -40,74 +40,52 @@ RESULTS = Path(__file__).parent / "results" / "leaderboard"
 CHUNK = 256
 
 
-def arguments() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=sorted(points()), metavar="NAME")
-    parser.add_argument("--models", nargs="+", default=["smollm2", "gemma3"])
-    parser.add_argument("--tokens", type=int, default=768)
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8000])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--together", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
-
-
-def in_process(
-    order: dict[str, object], places: list[Path], folder: Path
-) -> dict[str, dict[str, object]]:
+def in_process(order: dict[str, object], places: list[Path]) -> dict[str, dict[str, object]]:
     """Measure in a new process that finds packages in `places`; return what it found of each.
 
-    That is nothing where the process ends before it has found something; it has said why.
+    That is nothing where the process ends before it has found something; it says why.
     """
-    what, found = folder / "order.json", folder / "found.json"
-    what.write_text(json.dumps(order), "utf-8")
-    found.unlink(missing_ok=True)
-    script = Path(__file__).parent / "leaderboard_process.py"
-    environment = dict(os.environ)
-    # In front of what is installed beside kvpact, programs too.
-    for name, more in {"PYTHONPATH": places, "PATH": [each / "bin" for each in places]}.items():
-        parts = [*map(str, more), *filter(None, [os.environ.get(name)])]
-        environment[name] = os.pathsep.join(parts)
-    command = [sys.executable, str(script), str(what), str(found)]
-    if subprocess.run(command, env=environment).returncode:
+    try:
+        return children.asked(__file__, order, places=places)
+    except children.Ended as error:
+        print(error, file=sys.stderr)
         return {}
-    return json.loads(found.read_text("utf-8"))
 
 
-def run(options: argparse.Namespace, folder: Path) -> list[str]:
+def run(options: argparse.Namespace) -> list[str]:
     """Measure every contender on every model, and write a file for each; return who has none."""
     now = datetime.now(UTC).isoformat(timespec="minutes")
     names = ("tokens", "prompt", "contexts", "rounds")
     sizes = {name: getattr(options, name) for name in names} | {"chunk": CHUNK, "threads": 1}
     versions = {"kvpact": kvpact.__version__, "transformers": transformers.__version__}
-    chosen = options.only or list(points())
-    ended = []
+    ended, chosen = [], options.only
     for group in [chosen] if options.together else [[name] for name in chosen]:
         known = {name: contender(name) for name in group}
         installs = [installed(name, one.requires) for name, one in known.items()]
         print(f"{', '.join(group)} …", flush=True)
-        load = about(**versions, text=book_path().name, run=now, **sizes, beside=group)
+        load = options.about | versions | {"text": book_path().name, "run": now, **sizes}
         order = {"names": group, "models": options.models, **sizes}
-        got = in_process(order, [place for place in installs if place], folder)
+        got = in_process(order, [place for place in installs if place])
         ended += [name for name in group if name not in got]
         for name in got:
             one = known[name]
             found = {"package": one.package, "changed": one.changed, "note": one.note}
             options.out.mkdir(parents=True, exist_ok=True)
-            path = options.out / f"{name}.json"
-            path.write_text(
-                json.dumps(found | got[name] | {"about": load}, indent=1) + "\n", "utf-8"
-            )
+            found |= got[name] | {"about": load | {"beside": group}}
+            text = json.dumps(found, indent=1)
+            (options.out / f"{name}.json").write_text(f"{text}\n", "utf-8")
     return ended
 
 
 def main() -> None:
     """Measure and write."""
-    options = arguments()
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run(options, Path(folder))
+    if children.answer(carried_out):
+        return
+    options = runner.arguments(
+        __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=768, prompt=1024,
+        contexts=[1024, 4096, 8000], rounds=5, together=False, out=RESULTS,
+    )  # fmt: skip
+    ended = run(options)
     if ended:
         raise SystemExit(f"not written, because a process ended (see above): {', '.join(ended)}")
     print(f"written to {options.out}; python docs/generate.py makes the page")

@@ -6,27 +6,22 @@ Packages install modules of the same names, so each has a folder of its own in P
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+import runner
 import torch
-from attend_rounds import quartiles
 from leaderboard_bytes import held_bytes
 from leaderboard_contenders import contender
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpact.data import book_path
 from kvpact.evaluate import MetricAccumulator, score_tokens
-from kvpact.evaluate.feed import chunks, first_tokens
-from kvpact.integrations.models import load_model
+from kvpact.evaluate.feed import chunks
 from kvpact.integrations.transformers.versions import named
 
 LAST = 64  # tokens given to the model after most were stored: as in the middle of a generation
@@ -145,7 +140,7 @@ def prompts(lanes: list[Lane], work: Work) -> None:
             if found is not None:
                 ratios[id(lane)].append(found[0] / spent)
     for lane in running(lanes):
-        lane.row["prompt"] = list(quartiles(ratios[id(lane)]))
+        lane.row["prompt"] = list(runner.quartiles(ratios[id(lane)]))
 
 
 def fill(cache: Any, model: PreTrainedModel, tokens: int) -> None:
@@ -182,7 +177,7 @@ def steps(lanes: list[Lane], work: Work, context: int) -> None:
                 "tokens": context,
                 "ms": 1e3 * statistics.median(ours for ours, _ in pairs),
                 "exact_ms": 1e3 * statistics.median(theirs for _, theirs in pairs),
-                "ratio": list(quartiles([ours / theirs for ours, theirs in pairs])),
+                "ratio": list(runner.quartiles([ours / theirs for ours, theirs in pairs])),
                 "bytes": held_bytes(lane.cache),
                 "exact_bytes": held_bytes(exact),
             }
@@ -199,35 +194,27 @@ def measured(lanes: list[Lane], work: Work) -> None:
             steps(lanes, work, context)
 
 
-def carried_out(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure what an order names; yield version, rows and failures of each after each model."""
+def carried_out(names: list[str], models: list[str], **order: Any) -> dict[str, Any]:
+    """Measure contenders on models; return version, rows and failures of each."""
     torch.set_num_threads(1)
-    contenders = {name: contender(name) for name in order["names"]}
+    contenders = {name: contender(name) for name in names}
     sizes = {name: order[name] for name in ("tokens", "prompt", "chunk", "contexts", "rounds")}
     found: dict[str, Any] = {
         name: {"version": version(one.package), "rows": [], "failed": []}
         for name, one in contenders.items()
     }
-    for name in order["models"]:
-        model, tokenizer = load_model(name)
-        most = max(order["tokens"], order["prompt"])
-        ids = first_tokens(tokenizer, book_path().read_text("utf-8"), most)
+    for name in models:
+        model, ids = runner.book(name, max(order["tokens"], order["prompt"]))
         lanes = [
             Lane(who, cache, make)
             for who, one in contenders.items()
             for cache, make in one.caches.items()
         ]
-        measured(lanes, Work(model, twin(model), ids, **sizes))
+        measured(lanes, Work(model, twin(model), ids[0], **sizes))
         for lane in lanes:
             head = {"model": name, "cache": lane.name}
             if lane.failed:
                 found[lane.contender]["failed"].append(head | {"reason": lane.failed})
             else:
                 found[lane.contender]["rows"].append(head | lane.row)
-        yield found
-
-
-if __name__ == "__main__":
-    what, place = map(Path, sys.argv[1:])
-    for found in carried_out(json.loads(what.read_text("utf-8"))):
-        place.write_text(json.dumps(found), "utf-8")
+    return found

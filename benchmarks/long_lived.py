@@ -12,11 +12,6 @@ resident before that work, which had been done with a short cache before.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -25,13 +20,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import children
+import runner
 import torch
-from machine import about, head, save
-from resident import peak_over, peak_start, resident
+from children import peak_over, peak_start, resident
 
-from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable, evaluate
-from kvpact.data import book_path
-from kvpact.integrations.models import load_model
+from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable
+from kvpact.evaluate import evaluate
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import giving_back
@@ -47,9 +42,7 @@ class World:
     def __init__(self, name: str, spec: str) -> None:
         torch.set_num_threads(2)
         self.name, self.spec = name, spec
-        self.model, self.tokenizer = load_model(name)
-        text = book_path().read_text("utf-8")
-        self.ids = self.tokenizer(text * 2, return_tensors="pt")["input_ids"]
+        self.model, self.ids = runner.book(name, 8192)
         self.generate(self.ids[:, :64], 2)
         self.start = peak_start()
 
@@ -117,7 +110,7 @@ def together(world: World) -> Sizes:
 
 def evaluation(world: World) -> Sizes:
     """`evaluate` on 8,000 tokens in chunks of 512, beside an exact cache."""
-    evaluate(world.model, [world.spec], tokenizer=world.tokenizer, tokens=8000, chunk=512)
+    evaluate(world.model, world.ids[0, :8000], [world.spec], chunk=512)
     return world.sizes()
 
 
@@ -219,40 +212,27 @@ SCENARIOS: dict[str, Callable[[World], Sizes]] = {
 }
 
 
-def run(name: str, model: str, spec: str) -> Sizes:
-    """Carry out a scenario in a new process."""
-    command = [sys.executable, __file__, "--one", name, "--model", model, "--spec", spec]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: Sizes = json.loads(done.stdout.splitlines()[-1])
-    return found
+def carried_out(name: str, model: str, spec: str) -> Sizes:
+    """Carry out a scenario in this process."""
+    return SCENARIOS[name](World(model, spec))
 
 
 def main() -> None:
     """Run scenarios, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--spec", default="trellis:bits=4")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=SCENARIOS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(SCENARIOS[options.one](World(options.model, options.spec))))
+    if children.answer(carried_out):
         return
-    rows = []
+    given = {"model": "smollm2", "spec": "trellis:bits=4", "only": SCENARIOS, "runs": 3}
+    options = runner.arguments(__doc__, **given)
+    rows, cells = [], []
     for name in options.only:
-        runs = [run(name, options.model, options.spec) for _ in range(options.runs)]
-        row = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        work = {"name": name, "model": options.model, "spec": options.spec}
+        runs = [children.asked(__file__, work) for _ in range(options.runs)]
+        row = runner.medians({key: [each[key] for each in runs] for key in runs[0]}, 1)
         rows.append({"scenario": name, "what": SCENARIOS[name].__doc__, **row})
-        print(name, {key: round(value, 2) for key, value in row.items()}, flush=True)
-    if options.out is not None:
-        found = about(model=options.model, spec=options.spec, runs=options.runs)
-        cells = ["| scenario | MiB, or copies |", "|---|---|"]
-        for row in rows:
-            sizes = (f"{x} {y:.1f}" for x, y in row.items() if x not in ("scenario", "what"))
-            cells.append(f"| {row['what']} | {', '.join(sizes)} |")
-        save(options.out, "long_lived", found, rows, "\n".join([head(found), "", *cells, ""]))
+        sizes = (f"{key} {value:.1f}" for key, value in row.items())
+        cells.append([rows[-1]["what"], ", ".join(sizes)])
+    body = runner.table("scenario | MiB, or copies", cells, 2)
+    runner.report(options, "long_lived", rows, body, ("model", "spec", "runs"))
 
 
 if __name__ == "__main__":

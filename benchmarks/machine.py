@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -29,14 +28,6 @@ def about(**more: object) -> dict[str, object]:
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     found = {"processor": processor(), "cores": os.cpu_count(), "load before": load}
     return found | {"torch": torch.__version__} | more
-
-
-def save(folder: Path, name: str, found: dict[str, object], rows: list, report: str) -> None:
-    """Write the rows of a benchmark to FOLDER/NAME.json, and its report to FOLDER/NAME.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = json.dumps({"about": found, "rows": rows}, indent=1)
-    (folder / f"{name}.json").write_text(data + "\n", "utf-8")
-    (folder / f"{name}.md").write_text(report, "utf-8")
 
 
 def head(found: dict[str, object]) -> str:

@@ -8,11 +8,11 @@ overview-dark.svg. Each file has the figures that it shows as its description.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import runner
 from leaderboard_table import MODELS, Row, load, middle, rows_of
 from matplotlib import rc_context
 
@@ -92,24 +92,13 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
 def better(axes: Any, colour: str) -> None:
     """Say where the good ones are, with an arrow into that corner."""
     arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
-    axes.annotate(
-        "lower left is better",
-        (0.02, 0.04),
-        xycoords="axes fraction",
-        xytext=(0.1, 0.2),
-        fontsize=13,
-        color=colour,
-        arrowprops=arrow,
-    )
+    place = {"xycoords": "axes fraction", "xytext": (0.1, 0.2), "fontsize": 13, "color": colour}
+    axes.annotate("lower left is better", (0.02, 0.04), arrowprops=arrow, **place)
 
 
 def main() -> None:
     """Draw both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, model="smollm2", results=RESULTS, out=OUT)
     rows = [row for row in rows_of(load(options.results)) if row.model == options.model]
     if not rows:
         raise SystemExit(f"{options.results} has no figures of {options.model}")

@@ -1,27 +1,23 @@
 """What a layer's step costs beside its kernels, and what it costs while a model runs.
 
-    python benchmarks/step.py [--rounds 15] [--threads 1] [--out DIR] [fixed] [batch] [model]
+    python benchmarks/step.py [--rounds 15] [--threads 1] [--out DIR] [fixed] [model]
 
 ``fixed``: one new token, 64 tokens held, 9 query heads and 3 KV heads of 64. The time of
 `cache.attend`, and how much of it is spent outside of the native library: contiguous, and one row
-of a `PagedView`. ``batch``: 8 sequences of 1,024 tokens, a paged batch beside a contiguous one.
+of a `PagedView`.
 ``model``: 16,384 tokens, 32 query heads and 8 KV heads of 128, with 300 MB of other memory read
 between two calls, as a model does that streams its weights; beside it a ring of caches alone.
 
 Candidates take turns in each round. Medians and quartiles in microseconds are printed, and written
-to DIR/step.json.
+to DIR/step.json. `paged.py` has batches.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from time import perf_counter_ns
+from functools import partial
+from time import perf_counter
 
+import runner
 import torch
 
 from kvpact import CacheGeometry, CompressedKVCache, PagedKVCache, create_cache
@@ -29,150 +25,91 @@ from kvpact.kernels.cpu import library
 
 SPECS = ("turboquant:bits=4", "int:bits=8", "turboquant:bits=4,window=32", "kivi:bits=2")
 ENTRIES = ("attend", "attend_rows", "encode", "learn", "decode", "magnitude", "step")
-STEPS = 48
-OTHER = 300_000_000
-Made = tuple[CompressedKVCache, Callable[[], object]]
+LAYOUTS, STEPS, OTHER = ("contiguous", "paged"), 48, 300_000_000
+Times = dict[str, list[float]]
 
 
-@contextmanager
-def timed_library() -> Iterator[list[int]]:
-    """Add up the nanoseconds that are spent in the native library."""
-    spent, native = [0], library()
-    real = {name: getattr(native, name) for name in ENTRIES if hasattr(native, name)}
-
-    def timed(call: Callable[..., object]) -> Callable[..., object]:
-        def run(*args: object) -> object:
-            begin = perf_counter_ns()
-            result = call(*args)
-            spent[0] += perf_counter_ns() - begin
-            return result
-
-        return run
-
-    for name, call in real.items():
-        setattr(native, name, timed(call))
-    try:
-        yield spent
-    finally:
-        for name, call in real.items():
-            setattr(native, name, call)
-
-
-def filled(spec: str, rows: int, held: int, heads: int, dim: int, layout: str) -> CompressedKVCache:
-    """Return a cache, or a view of sequences on pages, that holds random tokens."""
+def filled(spec: str, held: int, heads: int, dim: int, layout: str) -> CompressedKVCache:
+    """Return a cache, or a view of a sequence on pages, that holds random tokens."""
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(held)
     if layout == "paged":
-        pages = rows * (held // 64 + 4)
-        pool = PagedKVCache(spec, geometry, num_pages=pages, page_size=128)
-        cache = pool.view([pool.allocate() for _ in range(rows)])
+        pool = PagedKVCache(spec, geometry, num_pages=held // 64 + 4, page_size=128)
+        cache = pool.view([pool.allocate()])
     else:
         cache = create_cache(spec, geometry)
-    for start in range(0, held, 512):
-        size = (rows, heads, min(512, held - start), dim)
-        cache.prefill(0, *(torch.randn(size, generator=generator) for _ in "kv"))
-    return cache
+    return runner.filled(cache, held, 512)
 
 
 def steps(
-    cache: CompressedKVCache,
-    rows: int,
-    heads: int,
-    groups: int,
-    dim: int,
-    count: int,
-    spent: Sequence[int] = (0,),
+    cache: CompressedKVCache, groups: int, count: int, spent: dict[str, float] | None = None
 ) -> list[float]:
-    """Return the microseconds of each of `count` steps of one token, less what `spent` says."""
+    """Return the seconds of each of `count` steps of one token, less what is `spent` elsewhere."""
+    heads, dim = cache.geometry.num_kv_heads, cache.geometry.head_dim
     generator = torch.Generator().manual_seed(count)
-    tokens = torch.randn(count, 2, rows, heads, 1, dim, generator=generator)
-    queries = torch.randn(count, rows, heads * groups, 1, dim, generator=generator)
-    triples = [(k, v, q) for (k, v), q in zip(tokens, queries, strict=True)]
-    times = []
-    for k, v, q in triples:
-        begin, before = perf_counter_ns(), spent[0]
+    tokens = torch.randn(count, 2, 1, heads, 1, dim, generator=generator)
+    queries = torch.randn(count, 1, heads * groups, 1, dim, generator=generator)
+    times, spent = [], spent or {}
+    for (k, v), q in zip(tokens, queries, strict=True):
+        begin, before = perf_counter(), sum(spent.values())
         cache.attend(0, k=k, v=v, q=q)
-        times.append((perf_counter_ns() - begin - (spent[0] - before)) / 1000)
+        times.append(perf_counter() - begin - (sum(spent.values()) - before))
     return times
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Return median, quartiles and the minimum."""
-    low, middle, high = statistics.quantiles(times, n=4)
-    return {"median": middle, "q1": low, "q3": high, "least": min(times)}
+def outside(spec: str, layout: str) -> list[float]:
+    """Return the seconds of each of some steps that are not the native library's."""
+    cache = filled(spec, 64, 3, 64, layout)
+    with runner.watched(library(), ENTRIES) as spent:
+        return steps(cache, 3, STEPS, spent)
 
 
-def fixed(rounds: int) -> dict[str, dict[str, float]]:
+def fixed(rounds: int) -> Times:
     """Measure one token on 64: the whole call, and what of it is not the library's."""
-    found: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for spec in SPECS:
-            for layout in ("contiguous", "paged"):
-                name = f"{spec}, {layout}"
-                whole = steps(filled(spec, 1, 64, 3, 64, layout), 1, 3, 3, 64, STEPS)
-                found.setdefault(name, []).extend(whole)
-                cache = filled(spec, 1, 64, 3, 64, layout)
-                with timed_library() as spent:
-                    rest = steps(cache, 1, 3, 3, 64, STEPS, spent)
-                found.setdefault(f"{name}: outside of the library", []).extend(rest)
-    return {name: summary(times) for name, times in found.items()}
+    turns = {}
+    for spec in SPECS:
+        for layout in LAYOUTS:
+            whole = partial(filled, spec, 64, 3, 64, layout)
+            turns[f"{spec}, {layout}"] = lambda whole=whole: steps(whole(), 3, STEPS)
+            name = f"{spec}, {layout}: outside of the library"
+            turns[name] = partial(outside, spec, layout)
+    found = runner.in_turns(turns, rounds, warm=0)
+    return {name: [x for times in each for x in times] for name, each in found.items()}
 
 
-def batch(rounds: int) -> dict[str, dict[str, float]]:
-    """Measure a paged batch beside a contiguous one."""
-    found: dict[str, list[float]] = {}
-    for shape, (heads, groups, dim) in {"9/3 x 64": (3, 3, 64), "32/8 x 128": (8, 4, 128)}.items():
-        made = {
-            layout: filled("turboquant:bits=4", 8, 1024, heads, dim, layout)
-            for layout in ("contiguous", "paged")
-        }
-        for _ in range(rounds):
-            for layout, cache in made.items():
-                times = steps(cache, 8, heads, groups, dim, 8)
-                found.setdefault(f"8 x 1,024, {shape}, {layout}", []).extend(times)
-    return {name: summary(times) for name, times in found.items()}
-
-
-def model(rounds: int) -> dict[str, dict[str, float]]:
+def model(rounds: int) -> Times:
     """Measure steps of a long cache, after other memory was read and in a ring of caches."""
-    heads, groups, dim = 8, 4, 128
-    other = torch.zeros(OTHER // 4)
-    native, found = library(), {}
-    for layout in ("contiguous", "paged"):
-        ring = [filled("turboquant:bits=4", 1, 16384, heads, dim, layout) for _ in range(4)]
+    other, found = torch.zeros(OTHER // 4), {}
+    for layout in LAYOUTS:
+        ring = [filled("turboquant:bits=4", 16384, 8, 128, layout) for _ in range(4)]
         for cache in ring:
-            steps(cache, 1, heads, groups, dim, 4)
+            steps(cache, 4, 4)
         alone, streamed = [], []
         for index in range(rounds * len(ring)):
-            alone += steps(ring[index % len(ring)], 1, heads, groups, dim, 1)
+            alone += steps(ring[index % len(ring)], 4, 1)
         for index in range(rounds):
-            native.read([other.data_ptr()], OTHER, 1)
-            streamed += steps(ring[index % len(ring)], 1, heads, groups, dim, 1)
-        found[f"16,384 tokens, {layout}: a ring of caches"] = summary(alone)
-        found[f"16,384 tokens, {layout}: 300 MB of other memory between"] = summary(streamed)
+            library().read([other.data_ptr()], OTHER, 1)
+            streamed += steps(ring[index % len(ring)], 4, 1)
+        found[f"16,384 tokens, {layout}: a ring of caches"] = alone
+        found[f"16,384 tokens, {layout}: 300 MB of other memory between"] = streamed
     return found
 
 
-PARTS = {"fixed": fixed, "batch": batch, "model": model}
+PARTS = {"fixed": fixed, "model": model}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, "parts", parts=PARTS, rounds=15, threads=1)
     torch.set_num_threads(options.threads)
-    found: dict[str, dict[str, float]] = {}
+    rows = []
     for part in options.parts:
-        found |= PARTS[part](options.rounds)
-    for name, numbers in found.items():
-        print(f"{name:70}", "  ".join(f"{key} {value:8.1f}" for key, value in numbers.items()))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "step.json").write_text(json.dumps(found, indent=1))
+        for name, times in PARTS[part](options.rounds).items():
+            low, middle, high = runner.quartiles(times, 1e6)
+            figures = {"median": middle, "q1": low, "q3": high, "least": min(times) * 1e6}
+            rows.append({"what": name, **figures})
+    cells = [[x if isinstance(x, str) else f"{x:.1f}" for x in row.values()] for row in rows]
+    body = runner.table("microseconds | median | q1 | q3 | least", cells)
+    runner.report(options, "step", rows, body, ("threads", "rounds"))
 
 
 if __name__ == "__main__":

@@ -8,64 +8,50 @@ cache is slower after a compressed one has stored a prompt of 4,000 tokens.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-from time import perf_counter
+from functools import partial
 
+import runner
 import torch
-from machine import about, head
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
-from kvpact.data import book_path
-from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.versions import named
 
 STEPS = 8
 
 
-def timed(model: PreTrainedModel, ids: torch.Tensor, count: int) -> tuple[float, float]:
-    """Return the seconds of a prompt, and of a step."""
-    cache, begin = DynamicCache(config=model.config), perf_counter()
-    model(ids[:, :count], **named(cache), logits_to_keep=1)
-    prompt, begin = perf_counter() - begin, perf_counter()
-    for token in ids[:, count : count + STEPS].split(1, 1):
-        model(token, **named(cache), logits_to_keep=1)
-    return prompt, (perf_counter() - begin) / STEPS
-
-
+@torch.no_grad()
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, model="smollm2", tokens=[512, 2048], threads=2, rounds=7)
     torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(options.model)
-    text = book_path().read_text("utf-8")
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    print(head(about(model=options.model, threads=options.threads, rounds=options.rounds)))
-    found: dict[str, list[tuple[float, float]]] = {}
-    with torch.no_grad():
-        for told in (False, True):
-            if told:
-                other = CompressedCache(model)
-                model(ids[:, :4000], **named(other), logits_to_keep=1)
-                model(ids[:, 4000:4001], **named(other), logits_to_keep=1)
-                model.set_attn_implementation("sdpa")
-            for count in options.tokens:
-                rounds = [timed(model, ids, count) for _ in range(options.rounds + 2)][2:]
-                medians = [statistics.median(x) * 1e3 for x in zip(*rounds, strict=True)]
-                found.setdefault(str(count), []).append((medians[0], medians[1]))
-    print("| prompt | ms before | after | ratio | step, ms before | after | ratio |")
-    print("|--:" * 7 + "|")
-    for count, (before, after) in found.items():
-        ratios = " | ".join(
-            f"{x:.1f} | {y:.1f} | {y / x:.3f}" for x, y in zip(before, after, strict=True)
-        )
-        print(f"| {count} | {ratios} |")
+    model, ids = runner.book(options.model, 4096)
+    rows = {count: [] for count in options.tokens}
+    for told in (False, True):
+        if told:
+            other = CompressedCache(model)
+            for part in ids[:, :4001].split(4000, 1):
+                runner.forward(model, part, other)
+            model.set_attn_implementation("sdpa")
+        for count, row in rows.items():
+            prompt, *tokens = ids[:, : count + STEPS].split([count] + [1] * STEPS, 1)
+
+            def turn(prompt=prompt, tokens=tokens) -> tuple[float, float]:
+                cache = DynamicCache(config=model.config)
+                first, *steps = (
+                    partial(runner.forward, model, x, cache) for x in (prompt, *tokens)
+                )
+                return runner.turn_of(first)(), runner.turn_of(*steps)()
+
+            rounds = runner.in_turns({"": turn}, options.rounds, warm=2)[""]
+            prompts, steps = zip(*rounds, strict=True)
+            row.append(runner.medians({"prompt": prompts, "step": steps}))
+    cells = [
+        [count, what, before[what], after[what], f"{after[what] / before[what]:.3f}"]
+        for count, (before, after) in rows.items()
+        for what in before
+    ]
+    body = runner.table("prompt | | ms before | after | ratio", cells, 2)
+    runner.report(options, "told", rows, body, ("model", "threads", "rounds"))
 
 
 if __name__ == "__main__":
