@@ -116,7 +116,6 @@ bench: $(BUILT) $(DEV) ## speed, bytes and memory on this machine, targets besid
 	@$(PY) benchmarks/stored_prefix.py
 	@$(PY) benchmarks/latency.py --out $(BENCH)
 	@$(PY) benchmarks/prompt_share.py --out $(BENCH)
-	@$(PY) benchmarks/step.py --out $(BENCH)
 	@$(PY) benchmarks/calls.py --out $(BENCH)
 	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
 	@$(PY) benchmarks/process.py --dtypes float32 --threads 1 --tokens 512 4000 --runs 3 --out $(BENCH)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 import runner
 from attend_ours import our_ring
-from attend_torch import QUICK, exact_ring, grouped, is_torch
-from runner import Call, Row
-from torch.nn.functional import scaled_dot_product_attention
+from attend_torch import QUICK, torch_calls
+from runner import Row
 
 OURS = ("4 bits", "8 bits", "3 bits", "2 bits", "trellis 4", "fp16, fused")
 LONGEST_TORCH = 65536
@@ -26,29 +24,18 @@ def linearity(options: argparse.Namespace, **about: object) -> None:
         for name in (*ours, *QUICK):
             longest = LONGEST_TORCH if name in QUICK else max(options.tokens)
             tokens = [count for count in options.tokens if count <= longest]
-            rings = {str(count): ring(name, count, shape, options.ring) for count in tokens}
+            rings = {
+                str(count): our_ring(name, count, shape, options.ring)[0]
+                if name in OURS
+                else torch_calls(count, shape, options.ring, False)[name]
+                for count in tokens
+            }
             for threads in runner.each_threads(options):
                 # The contexts of one candidate take turns: their ratio is what is asked.
                 turns = {count: runner.turn_of(*calls) for count, calls in rings.items()}
                 times = runner.in_turns(turns, options.rounds, warm=2)
                 rows.append({"shape": shape, "threads": threads, "candidate": name, **line(times)})
     runner.report(options, "linearity", rows, body(rows), TOLD, title=TITLE, **about)
-    plot(rows, options.out / "linearity.png")
-
-
-def ring(name: str, tokens: int, shape: str, size: int) -> list[Call]:
-    """Return the calls of one candidate at one context."""
-    if name not in QUICK:
-        return our_ring(name, tokens, shape, size)[0]
-    kind, _, dtype = name.partition(" ")
-    pairs, q = exact_ring(dtype, tokens, shape, size)
-    if kind == "sdpa":
-        return [
-            lambda k=k, v=v: scaled_dot_product_attention(q, k, v, enable_gqa=True)
-            for k, v in pairs
-        ]
-    rows = q.view(1, pairs[0][0].shape[1], -1, q.shape[-1])
-    return [lambda k=k, v=v: grouped(rows, k, v) for k, v in pairs]
 
 
 def line(times: dict[str, list[float]]) -> Row:
@@ -109,31 +96,3 @@ def body(rows: list[Row]) -> list[str]:
     said = "ns per token of context (median of the rounds) at that many tokens:"
     sentences = [f"- {sentence(row)}" for row in rows]
     return [*sentences, "", said, "", runner.table(["", *map(str, tokens)], cells)]
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw ns per token over tokens: what is linear is flat."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys((row["shape"], row["threads"]) for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), squeeze=False)
-    for axis, (shape, threads) in zip(axes[0], panels, strict=True):
-        for row in rows:
-            if (row["shape"], row["threads"]) != (shape, threads):
-                continue
-            style = "--" if is_torch(row["candidate"]) else "-"
-            places = [point["tokens"] for point in row["points"]]
-            heights = [point["ns_per_token"] for point in row["points"]]
-            low, high = zip(*(point["ns_quartiles"] for point in row["points"]), strict=True)
-            drawn = axis.plot(places, heights, style, marker=".", label=row["candidate"])
-            axis.fill_between(places, low, high, alpha=0.2, color=drawn[0].get_color())
-        axis.set(xscale="log", yscale="log", title=f"{shape}, {threads} thread(s)")
-        axis.set(xlabel="tokens of context", ylabel="ns per token of context (flat: linear)")
-        axis.grid(alpha=0.3, which="both")
-    axes[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -9,19 +9,34 @@ writes DIR/lines.md. Cells show 4k / 16k / 64k tokens; what misses its target is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import runner
 from attend_linearity import BOUND
-from attend_torch import AVX2, NO_BF16
 from machine import head
 
-BEST, CAPPED, READ, FP16 = "times_best_torch", "times_best_torch_capped", "over_read", "times_fp16"
 CONTEXTS = (4096, 16384, 65536)
+BEST, READ, FP16 = "times_best_torch", "over_read", "times_fp16"
+LINES: tuple[tuple[str, str, str, Sequence[float]], ...] = (
+    ("4 bits: times best torch", "4 bits", BEST, (6.5, 8, 8)),
+    ("4 bits: distance to the read", "4 bits", READ, (2.0, 2.0, 1.9)),
+    ("4 bits: times own fused fp16", "4 bits", FP16, ()),
+    ("8 bits: times best torch", "8 bits", BEST, (4.9,) * 3),
+    ("8 bits: distance to the read", "8 bits", READ, (1.2,) * 3),
+    ("3 bits over 4 bits, time", "3 bits", "4 bits", (1.1,) * 3),
+    ("2 bits: times best torch", "2 bits", BEST, (10,) * 2),
+    ("4 bits over 2 bits, time", "4 bits", "2 bits", (1.3,) * 3),
+    *((f"{n} over 4 bits, time", n, "4 bits", (1.2,) * 3) for n in ("kivi 4", "kvarn 4")),
+    ("centred 4 over 4 bits, time", "centred 4", "4 bits", (1.2,) * 3),
+    ("4 bits: two threads over one", "4 bits", "threads", (1.75,) * 3),
+    ("pages over contiguous, time", "4 bits, paged", "4 bits", (1.1,) * 3),
+)
+"""A title, a candidate, a figure of it or by whose time its own is divided, and targets at each
+context or at the last ones; what has none is only reported."""
+AT_LEAST = (BEST, FP16, "threads", "2 bits")
+"""The figures that should be at least their targets; others should be at most."""
 Place = tuple[str, int]  # shape, threads
-Figure = Callable[[Place, int], float | None]
 Cells = list[str]
 
 
@@ -35,26 +50,35 @@ class Rows:
         self.places = list(dict.fromkeys((r["shape"], r["threads"]) for r in rows))
         self.tokens = sorted({r["tokens"] for r in rows})
 
-    def figure(self, name: str, key: str) -> Figure:
-        """Return a candidate's number as a figure, None where it is not there."""
-        return lambda place, tokens: self.found.get((*place, tokens, name), {}).get(key)
+    def figure(self, name: str, key: str, place: Place, tokens: int) -> float | None:
+        """Return a figure of a candidate, None where it is not there."""
+        row = self.found.get((*place, tokens, name), {})
+        if key in (BEST, READ, FP16):
+            return row.get(key)
+        if key == "threads":  # one thread's time over that of two
+            one = self.found.get((place[0], 1, tokens, name), {})
+            return one["ms"] / row["ms"] if row and one and place[1] == 2 else None
+        other = self.found.get((*place, tokens, key), {})
+        return row["ms"] / other["ms"] if row and other else None
 
-    def over(self, name: str, other: str) -> Figure:
-        """Return one candidate's time over another's."""
-        a, b = self.figure(name, "ms"), self.figure(other, "ms")
-        return lambda place, tokens: quotient(a(place, tokens), b(place, tokens))
-
-    def two_threads(self, name: str) -> Figure:
-        """Return one thread's time over that of two."""
-        ms = self.figure(name, "ms")
-        return lambda place, tokens: (
-            quotient(ms((place[0], 1), tokens), ms(place, tokens)) if place[1] == 2 else None
-        )
-
-
-def quotient(a: float | None, b: float | None) -> float | None:
-    """Return a / b where both are there."""
-    return None if a is None or b is None else a / b
+    def line(
+        self, places: Sequence[Place], title: str, name: str, key: str, targets: Sequence[float]
+    ) -> Cells:
+        """Return a title, its target, a cell per place, and whether all targets hold."""
+        cells, kept, least = [], [], key in AT_LEAST
+        contexts = CONTEXTS[-len(targets) :] if targets else CONTEXTS
+        for place in places:
+            parts = []
+            for index, tokens in enumerate(contexts):
+                found = self.figure(name, key, place, tokens)
+                if found is not None and targets:
+                    kept.append((found >= targets[index]) if least else (found <= targets[index]))
+                missed = found is not None and bool(targets) and not kept[-1]
+                parts.append("-" if found is None else strong(f"{found:.2f}", missed))
+            cells.append("-" if set(parts) == {"-"} else " / ".join(parts))
+        shown = targets if len(set(targets)) > 1 else targets[:1]
+        wanted = (">= " if least else "<= ") + " / ".join(f"{target:g}" for target in shown)
+        return [title, wanted if targets else "reported", *cells, verdict(kept)]
 
 
 def verdict(kept: Sequence[bool]) -> str:
@@ -74,66 +98,13 @@ def short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
-def line(
-    places: Sequence[Place], title: str, figure: Figure, targets: Sequence[float] = (),
-    most: bool = False,
-) -> Cells:  # fmt: skip
-    """Return a title, its target, a cell per place, and whether all targets hold.
-
-    A figure should be at least (at most, where `most`) its target at each context, the last ones if
-    there are fewer targets; without targets it is only reported.
-    """
-    cells, kept = [], []
-    contexts = CONTEXTS[-len(targets) :] if targets else CONTEXTS
-    for place in places:
-        parts = []
-        for tokens, target in zip(contexts, targets or (None,) * len(contexts), strict=True):
-            found = figure(place, tokens)
-            if found is None or target is None:
-                parts.append("-" if found is None else f"{found:.2f}")
-                continue
-            kept.append(found <= target if most else found >= target)
-            parts.append(strong(f"{found:.2f}", not kept[-1]))
-        cells.append("-" if set(parts) == {"-"} else " / ".join(parts))
-    shown = targets if len(set(targets)) > 1 else targets[:1]
-    wanted = ("<= " if most else ">= ") + " / ".join(f"{target:g}" for target in shown)
-    return [title, wanted if targets else "reported", *cells, verdict(kept)]
-
-
-def attend_lines(rows: Rows) -> list[Cells]:
-    """Return the lines over attend.json."""
-    figure, over = rows.figure, rows.over
-    three = "kivi 4", "kvarn 4", "centred 4"
-    lines: list[tuple[Any, ...]] = [
-        ("4 bits: times best torch", figure("4 bits", BEST), (6.5, 8, 8)),
-        ("4 bits: distance to the read", figure("4 bits", READ), (2.0, 2.0, 1.9), True),
-        ("4 bits: times own fused fp16", figure("4 bits", FP16)),
-        ("8 bits: times best torch", figure("8 bits", BEST), (4.9,) * 3),
-        ("8 bits: distance to the read", figure("8 bits", READ), (1.2,) * 3, True),
-        ("3 bits over 4 bits, time", over("3 bits", "4 bits"), (1.1,) * 3, True),
-        ("2 bits: times best torch", figure("2 bits", BEST), (10,) * 2),
-        ("2 bits: times 4 bits", over("4 bits", "2 bits"), (1.3,) * 3),
-        *((f"{n} over 4 bits, time", over(n, "4 bits"), (1.2,) * 3, True) for n in three),
-        ("4 bits: two threads over one", rows.two_threads("4 bits"), (1.75,) * 3),
-        ("pages over contiguous, time", over("4 bits, paged", "4 bits"), (1.1,) * 3, True),
-        (f"4 bits: times best torch {NO_BF16}", figure("4 bits", CAPPED)),
-    ]
-    return [line(rows.places, *each) for each in lines]
-
-
-def avx2_lines(rows: Rows, places: Sequence[Place]) -> list[Cells]:
-    """Return the lines over attend-avx2.json."""
-    lesser, uncapped = rows.figure("4 bits", CAPPED), rows.figure("4 bits", BEST)
-    return [
-        line(places, f"{AVX2}: times best torch at AVX2", lesser, (4,) * 2),
-        line(places, f"{AVX2}: times best torch, uncapped", uncapped),
-    ]
-
-
 def crossover(rows: Rows) -> Cells:
     """Return the line of the shortest context at which torch is faster."""
-    times, first = rows.figure("4 bits", BEST), min(rows.tokens)
-    lost = [[n for n in rows.tokens if (times(place, n) or 1) < 1] for place in rows.places]
+    first = min(rows.tokens)
+    lost = [
+        [n for n in rows.tokens if (rows.figure("4 bits", BEST, place, n) or 1) < 1]
+        for place in rows.places
+    ]
     cells = [
         strong(", ".join(map(short, at)), True) if at else f"none from {short(first)}"
         for at in lost
@@ -163,9 +134,10 @@ def linear(rows: list[dict], places: Sequence[Place]) -> list[Cells]:
 def report(folder: Path) -> str:
     """Return the table as Markdown."""
     rows = Rows(folder / "attend.json")
-    cells = [*attend_lines(rows), crossover(rows)]
+    cells = [*(rows.line(rows.places, *each) for each in LINES), crossover(rows)]
     if (folder / "attend-avx2.json").exists():
-        cells += avx2_lines(Rows(folder / "attend-avx2.json"), rows.places)
+        line = ("AVX2 alone: times best torch at AVX2", "4 bits", BEST, (4,) * 2)
+        cells.append(Rows(folder / "attend-avx2.json").line(rows.places, *line))
     if (folder / "linearity.json").exists():
         found = json.loads((folder / "linearity.json").read_text("utf-8"))
         cells += linear(found["rows"], rows.places)

@@ -4,10 +4,10 @@
                                   [--only NAME …] [--out DIR]
 
 The text goes through the model once, in chunks, into transformers' `DynamicCache`. Every cache then
-gets these keys and values in a process of its own that holds a model and nothing else, and all
-processes take turns, a token each; medians, quartiles and ratios in this run are written to
-DIR/generate.json and generate.md. *Cache* is the sum of its tensors' bytes; what a process takes
-is measured by `process.py`.
+gets these keys and values, and a model of the same weights with the attention that is made for it;
+all take turns, a token each. Medians, quartiles and ratios in this run are written to
+DIR/generate.json and generate.md. *MB* are those of all tensors that a cache holds; what a process
+takes for it is measured by `process.py`.
 
 `QuantizedCache` (4 bits) needs optimum-quanto: `make bench-quanto`. It quantises its window of 128
 tokens with all the rest again every 128th step; no measured step does.
@@ -17,54 +17,31 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import tempfile
-from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import runner
 import torch
+from latency import twin
 from leaderboard_bytes import held_bytes
+from transformers import DynamicCache, QuantizedCache
 
+from kvpact.integrations.transformers import CompressedCache
 from kvpact.spec import DEFAULT_SPEC
 
 FOUR, EXACT, QUANTO = "turboquant:bits=4", "DynamicCache", "QuantizedCache"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECS = (EXACT, FOUR, DEFAULT_SPEC, "turboquant:bits=3", "int:bits=8", QUANTO)
-BOTH = (EXACT, FOUR, QUANTO)
 CANDIDATES = {
     f"{spec}, {dtype}": (spec, dtype)
     for spec in SPECS
-    for dtype in (DTYPES if spec in BOTH else ("fp32",))
+    for dtype in (DTYPES if spec in (EXACT, FOUR, QUANTO) else ("fp32",))
 }
 TOKEN, CHUNK = torch.tensor([[5]]), 512
-SPAWN = multiprocessing.get_context("spawn")
-
-
-def prefill(model_name: str, tokens: int, path: Path, threads: int) -> None:
-    """Write the keys and values of a text's first tokens, fp32, to a file."""
-    from safetensors.torch import save_file
-    from transformers import DynamicCache
-
-    torch.set_num_threads(threads)
-    model, ids = runner.book(model_name, tokens)
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        for part in ids.split(CHUNK, 1):
-            runner.forward(model, part, cache)
-    held = {"k": [x.keys for x in cache.layers], "v": [x.values for x in cache.layers]}
-    save_file({f"{s}{i}": x.contiguous() for s, xs in held.items() for i, x in enumerate(xs)}, path)
 
 
 def made(spec: str, model: Any) -> Any:
     """Return an empty cache of kvpact's, or of a class of transformers."""
-    from transformers import DynamicCache, QuantizedCache
-
-    from kvpact.integrations.transformers import CompressedCache
-
     if spec == EXACT:
         return DynamicCache(config=model.config)
     if spec == QUANTO:
@@ -72,88 +49,42 @@ def made(spec: str, model: Any) -> Any:
     return CompressedCache(model.config, spec)
 
 
-def serve(pipe: Connection, model_name: str, spec: str, kind: str, path: Path) -> None:
-    """Fill a cache, tell its bytes, then set threads, or carry out a step, as is asked."""
-    from safetensors import safe_open
-
-    from kvpact.integrations.models import load_model
-    from kvpact.integrations.transformers import CompressedCache
-
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    model, _ = load_model(model_name, dtype=DTYPES[kind])
+def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
+    """Return a cache that holds the keys and values of an exact one."""
     warm, cache = made(spec, model), made(spec, model)
     for _ in range(3):  # libraries make room for themselves, and quanto compiles
         runner.forward(model, TOKEN, warm)
-    del warm
-    with safe_open(path, framework="pt") as file:
-        for index in range(len(file.keys()) // 2):
-            pair = (file.get_tensor(f"{s}{index}").to(DTYPES[kind], copy=True) for s in "kv")
-            cache.update(*pair, index)
-            if isinstance(cache, CompressedCache):
-                cache.memory_usage()  # stores what waits for its first use
-    kvpacts = isinstance(cache, CompressedCache)
-    pipe.send(cache.memory_usage() if kvpacts else held_bytes(cache))
-    turn = runner.turn_of(partial(runner.forward, model, TOKEN, cache))
-    while True:
-        try:
-            threads = pipe.recv()
-        except EOFError:
-            return
-        if threads:
-            torch.set_num_threads(threads)
-        else:
-            pipe.send(turn())
+    for index, layer in enumerate(exact.layers):
+        cache.update(*(x.to(model.dtype, copy=True) for x in (layer.keys, layer.values)), index)
+        if isinstance(cache, CompressedCache):
+            cache.memory_usage()  # stores what waits for its first use
+    return cache
 
 
-class Process:
-    """A cache in a process of its own; `cache` are its bytes."""
-
-    def __init__(self, *work: Any) -> None:
-        self.pipe, there = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=serve, args=(there, *work))
-        self._process.start()
-        there.close()
-        try:
-            self.cache = self.pipe.recv()
-        except EOFError:
-            raise SystemExit(f"{work[1]}, {work[2]}: its process ended, see above") from None
-
-    def step(self) -> float:
-        """Return the seconds of a step."""
-        self.pipe.send(0)
-        return self.pipe.recv()
-
-    def close(self) -> None:
-        """End the process."""
-        self.pipe.close()
-        self._process.join()
-
-
-def rows_of(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[runner.Row]:
+def rows_of(options: argparse.Namespace) -> list[runner.Row]:
     """Return a row per thread count and candidate."""
-    path, processes, names = folder / "exact.safetensors", {}, options.only
+    names, models, sizes, turns, rows = options.only, {}, {}, {}, []
     if not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto")):
         print("QuantizedCache is left out: optimum-quanto is not installed (make bench-quanto)")
         names = [name for name in names if not name.startswith(QUANTO)]
-    what = (options.model, options.tokens, path, max(options.threads))
-    exact = SPAWN.Process(target=prefill, args=what)
-    exact.start()
-    exact.join()
-    if exact.exitcode:
-        raise SystemExit("the exact keys and values could not be computed")
+    for dtype, kind in DTYPES.items():
+        models[dtype], ids = runner.book(options.model, options.tokens, dtype=kind)
+    torch.set_num_threads(max(options.threads))
+    exact = DynamicCache(config=models["fp32"].config)
+    for part in ids.split(CHUNK, 1):
+        runner.forward(models["fp32"], part, exact)
     for name in names:
-        processes[name] = Process(options.model, *CANDIDATES[name], path)
-        stack.callback(processes[name].close)
-    rows = []
-    for threads in options.threads:
-        for process in processes.values():
-            process.pipe.send(threads)
-        turns = {name: process.step for name, process in processes.items()}
+        spec, dtype = CANDIDATES[name]
+        model = twin(models[dtype])  # a compressed cache sets its model's attention
+        cache = filled(spec, model, exact)
+        ours = isinstance(cache, CompressedCache)
+        sizes[name] = cache.memory_usage() if ours else held_bytes(cache)
+        turns[name] = runner.turn_of(partial(runner.forward, model, TOKEN, cache))
+    for threads in runner.each_threads(options):
         for name, found in runner.in_turns(turns, options.rounds).items():
             low, middle, high = runner.quartiles(found, 1e3)
             row = {"threads": threads, "candidate": name, "ms": middle, "ms_quartiles": [low, high]}
-            rows.append(row | {"cache": processes[name].cache})
+            rows.append(row | {"cache": sizes[name]})
     return rows
 
 
@@ -202,9 +133,8 @@ def main() -> None:
         __doc__, tokens=6000, rounds=15, threads=[1, 2], model="smollm2", only=CANDIDATES,
         out=runner.BENCH,
     )  # fmt: skip
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        rows = rows_of(options, folder, stack)
+    with torch.no_grad():
+        rows = rows_of(options)
     found, title = {"rows": rows, "lines": lines(rows)}, "A token of a real model on a long context"
     told = ("model", "tokens", "rounds")
     runner.report(options, "generate", found, tables(rows), told, title=title)

@@ -9,7 +9,8 @@ round: the first token of a prompt that is in no cache (of short ones, the media
 step of the whole batch, the median of `--steps`, over prompts that are in the prefix cache and
 share no page. `--threads` and `--memory` (MiB of the cache) are each engine's, `--own` the
 `--kv-cache-dtype` of vLLM's others, `--calibration` is a file of what trellis learnt of the model.
-On a machine that others use, too, `--clock cpu` counts an engine's own processor time, which with one thread is less disturbed.
+On a machine that others use, too, `--clock cpu` counts an engine's own processor time, which with
+one thread is less disturbed.
 
 Without --model it is a random Llama of two layers with the heads of Llama 3.2 1B (32 query heads
 over 8 KV heads of width 64) and little else: nearly all of a step is attention.
