@@ -1,8 +1,6 @@
 """Attention over caches of 8 and 4 bits: kvpact beside ONNX Runtime, llama.cpp, OpenVINO and torch.
 
-    python benchmarks/anchors.py [--shapes A B C] [--tokens 2048 8192 32768] [--queries 1 256]
-        [--threads 1 2] [--peers kept onnxruntime ggml openvino] [--rounds 15] [--seconds .4]
-        [--longest 5] [--ring 96] [--out DIR]
+    python benchmarks/anchors.py [--shapes A B C] [--tokens 2048 8192 32768] [--queries 1 256] …
 
 One layer, random K, V and queries in fp32, which follow --tokens held ones. Each peer quantises K
 and V in its own way and attends by its own kernel. All take turns in each round; each has a ring of
@@ -13,8 +11,6 @@ Errors are norms of the difference to fp64 over the norm, of 8 queries. Peers ar
 build/peers/anchors, where ggml is compiled. Medians go to DIR/anchors.md, quartiles to
 DIR/anchors.json.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc
@@ -41,12 +37,8 @@ REQUIRES = (
     "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
     "ggml-python==0.0.45", "openvino==2026.4.1",
 )  # fmt: skip
-PEERS = {
-    "kept": "kvpact",
-    "onnxruntime": "onnxruntime",
-    "ggml": "ggml-python",
-    "openvino": "openvino",
-}
+PEERS = {"kept": "kvpact", "onnxruntime": "onnxruntime", "ggml": "ggml-python"}
+PEERS["openvino"] = "openvino"
 """Names of the packages."""
 CLASSES = (
     ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),

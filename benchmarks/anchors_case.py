@@ -1,7 +1,5 @@
 """The work of `anchors.py`, and what a peer is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

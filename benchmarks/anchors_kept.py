@@ -1,7 +1,5 @@
 """kvpact's caches, and torch over exact K and V."""
 
-from __future__ import annotations
-
 import torch
 from anchors_case import Case, Maker, Ring, ring_of
 from attend_ours import calls_of, views_of

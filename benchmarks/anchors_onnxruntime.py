@@ -1,7 +1,5 @@
 """ONNX Runtime's GroupQueryAttention over fp32, int8 and int4 caches with a scale per channel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """OpenVINO's PagedAttention over caches of 8 and 4 bits, which it fills itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,6 @@
 """Decode attention over compressed caches, beside torch's and beside the speed of memory.
 
-    python benchmarks/attend.py [--short] [--avx2] [--tokens 1024 4096 …] [--shapes A B]
-                                [--threads 1 2] [--rounds 15] [--ring 96] [--out DIR]
+    python benchmarks/attend.py [--short] [--avx2] [--tokens 1024 4096 …] [--shapes A B] …
     python benchmarks/attend.py --linearity [--tokens 1024 2048 …] …
 
 One token's queries over T cached tokens of one layer, fp32. A: 32 query heads, 8 KV heads, D = 128;
@@ -20,8 +19,6 @@ attend-avx2.
 --linearity takes the contexts of one candidate in turns, from 1k to 128k tokens, and writes
 DIR/linearity.json and linearity.md.
 """
-
-from __future__ import annotations
 
 import argparse
 import os

@@ -1,7 +1,5 @@
 """Time per token of context: a straight line?"""
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

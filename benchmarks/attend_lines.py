@@ -6,8 +6,6 @@ Reads DIR/attend.json, and attend-avx2.json, linearity.json and generate.json wh
 writes DIR/lines.md. Cells show 4k / 16k / 64k tokens; what misses its target is bold.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kvpact's candidates of `attend.py`: rings of caches, and plain reads of the same bytes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Torch's candidates of `attend.py`."""
 
-from __future__ import annotations
-
 import torch
 from attend_ours import SHAPES, copies
 from runner import Call

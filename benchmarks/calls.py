@@ -11,8 +11,6 @@ stand what each further row of a batch costs a layer of vLLM's in a step, and th
 a second cache for the same model takes to make, and the first.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -34,10 +32,7 @@ from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.integrations.vllm.window import Row, WindowPool
 
 SPECS = ["trellis:bits=4", "turboquant:bits=4"]
-LAYERS = 16
-PROMPT = 200
-MADE = 50
-ROWS = 9
+LAYERS, PROMPT, MADE, ROWS = 16, 200, 50, 9
 STEPS = {"step 1": (1, 1), "step 2": (2, 2), "later step": (49, 80)}
 """Names of the steps that are shown, and which after the prompt they are: of several the median."""
 PACKAGE = str(Path(kvpact.__file__).parent)
@@ -65,12 +60,11 @@ def calls_of(call: Callable[[], object]) -> Counter[str]:
 def bare(spec: str) -> Call:
     """Return what gives every layer of a new cache so many tokens."""
     cache = create_cache(spec, CacheGeometry(LAYERS, 2, 64, dtype=torch.float32))
-    generator = torch.Generator().manual_seed(0)
 
     def run(tokens: int) -> None:
         for layer in range(LAYERS):
-            k, v = (torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv")
-            cache.attend(layer, k=k, v=v, q=torch.randn(1, 4, tokens, 64, generator=generator))
+            k, v, q = torch.randn(8, tokens, 64)[None].split([2, 2, 4], 1)
+            cache.attend(layer, k=k, v=v, q=q)
 
     return run
 

@@ -1,7 +1,5 @@
 """Fresh processes, and what a process holds in memory by the kernel's own count (Linux)."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -11,8 +11,6 @@ on caches of 1k and of `--long` tokens, what `backend="auto"` chooses and torch 
 and ratios in this run are printed, and written to DIR/encode.json and encode.md.
 """
 
-from __future__ import annotations
-
 import time
 
 import runner
@@ -26,23 +24,11 @@ from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.methods.fitted import FittedCodec
 
 SPECS = [
-    "turboquant:bits=4",
-    "turboquant:bits=3",
-    "turboquant:bits=2",
-    "turboquant:bits=4,center=64",
-    "trellis:bits=4",
-    "trellis:bits=3",
-    "trellis:bits=2",
-    "trellis:bits=4,states=8",
-    "int:bits=8",
-    "int:bits=4",
-    "fp8",
-    "kivi:bits=2",
-    "kvarn:bits=4",
-    "turboquant:bits=4,mode=prod",
-    "qjl",
-    "polarquant",
-]
+    "turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "turboquant:bits=4,center=64",
+    "trellis:bits=4", "trellis:bits=3", "trellis:bits=2", "trellis:bits=4,states=8",
+    "int:bits=8", "int:bits=4", "fp8", "kivi:bits=2", "kvarn:bits=4",
+    "turboquant:bits=4,mode=prod", "qjl", "polarquant",
+]  # fmt: skip
 HEADS = 8
 
 

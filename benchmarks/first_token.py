@@ -7,8 +7,6 @@ it fills), and with that one. Counted from when the model is loaded; the fingerp
 which guards the entries, is in it and stands apart, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

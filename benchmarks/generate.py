@@ -1,7 +1,6 @@
 """Tokens per second of a real model on a long context, beside transformers' own caches.
 
-    python benchmarks/generate.py [--tokens 6000] [--rounds 15] [--threads 1 2] [--model smollm2]
-                                  [--only NAME …] [--out DIR]
+    python benchmarks/generate.py [--tokens 6000] [--rounds 15] [--threads 1 2] [--model smollm2] …
 
 The text goes through the model once, in chunks, into transformers' `DynamicCache`. Every cache then
 gets these keys and values, and a model of the same weights with the attention that is made for it;
@@ -13,8 +12,6 @@ takes for it is measured by `process.py`.
 tokens with all the rest again every 128th step; no measured step does.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 from functools import partial
@@ -22,7 +19,6 @@ from typing import Any
 
 import runner
 import torch
-from latency import twin
 from leaderboard_bytes import held_bytes
 from transformers import DynamicCache, QuantizedCache
 
@@ -75,7 +71,7 @@ def rows_of(options: argparse.Namespace) -> list[runner.Row]:
         runner.forward(models["fp32"], part, exact)
     for name in names:
         spec, dtype = CANDIDATES[name]
-        model = twin(models[dtype])  # a compressed cache sets its model's attention
+        model = runner.twin(models[dtype])  # a compressed cache sets its model's attention
         cache = filled(spec, model, exact)
         ours = isinstance(cache, CompressedCache)
         sizes[name] = cache.memory_usage() if ours else held_bytes(cache)

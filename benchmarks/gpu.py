@@ -1,8 +1,6 @@
 """Attention, prompts, encoding and a whole model on a CUDA device, beside exact caches.
 
-    python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64]
-        [--parts decode latent prompt encode model] [--rounds 30] [--layers 30] [--memory 60]
-        [--dry] [--out DIR]
+    python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64] …
 
 *decode*: a step's attention over so many tokens and rows, 32 query heads, 8 KV heads of 128, bf16,
 each work captured as a graph, all in turns; the ratio is that of the fastest exact kernel's median
@@ -15,9 +13,8 @@ the peak of what was allocated, and of what torch reserved, which is what others
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,7 +22,7 @@ from typing import Any
 
 import runner
 import torch
-from gpu_exact import exact_kernels
+from gpu_exact import Works, exact_kernels
 from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peaks_of, summary
 from runner import Row
 
@@ -36,6 +33,7 @@ from kvpact.kernels import AttendCall
 SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis:bits=4"]
 SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
 Q_HEADS, HEADS, DIM = 32, 8, 128
+GEOMETRY = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
 PIECE = 4096
 WHOLE = AttendConfig(is_causal=False)
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -58,31 +56,52 @@ def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
     return cache
 
 
+def random(*shape: int) -> torch.Tensor:
+    """Return random numbers in bf16."""
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def beside(
+    part: str, shape: str, works: Works, exact_bytes: int, caches: Iterator[tuple[str, Any]],
+    q: torch.Tensor, options: argparse.Namespace, read: float, config: AttendConfig = WHOLE,
+    capture: Callable[[Any], Any] = captured, general: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """Measure attention over caches beside works over exact K and V, all in turns."""
+    exact, kept = set(works), []
+    works = {name: capture(work) for name, work in works.items()}
+    nbytes = dict.fromkeys(works, exact_bytes)
+    for spec, cache in caches:
+        if capture is captured and (reason := not_by_kernels(cache)):
+            print(f"{part}, {shape}, {spec}: left out, {reason}", flush=True)
+            continue
+        kept.append(cache)
+        works[spec] = capture(attention(cache, q, config))
+        if general:
+            works[spec + GENERAL] = capture(generally(cache, q))
+        nbytes |= dict.fromkeys((spec, spec + GENERAL), cache.memory_usage())
+    yield from table(part, shape, works, nbytes, exact, read, options)
+    del works, kept
+    forget()
+
+
+def caches_of(
+    options: argparse.Namespace, geometry: CacheGeometry, batch: int, tokens: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield a filled cache of each spec."""
+    for spec in options.specs:
+        yield spec, filled(spec, geometry, batch, tokens)
+
+
 def decode(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure a decode step's attention."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    for batch in options.batch:
-        for tokens in options.tokens:
-            exact_bytes = 4 * batch * HEADS * tokens * DIM
-            if exact_bytes > options.memory * 1e9:
-                continue
-            make = dict(device=DEVICE, dtype=torch.bfloat16)
-            q = torch.randn(batch, Q_HEADS, 1, DIM, **make)
-            k = torch.randn(batch, HEADS, tokens, DIM, **make)
-            works = {n: captured(w) for n, w in exact_kernels(q, k, torch.randn_like(k)).items()}
-            nbytes = dict.fromkeys(works, exact_bytes)
-            exact = set(works)
-            kept = []
-            for spec in options.specs:
-                cache = filled(spec, geometry, batch, tokens)
-                kept.append(cache)
-                works[spec] = captured(attention(cache, q))
-                nbytes[spec] = cache.memory_usage()
-                works[spec + GENERAL] = captured(generally(cache, q))
-                nbytes[spec + GENERAL] = cache.memory_usage()
-            yield from table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
-            del works, kept, k
-            forget()
+    for batch, tokens in itertools.product(options.batch, options.tokens):
+        exact_bytes = 4 * batch * HEADS * tokens * DIM
+        if exact_bytes <= options.memory * 1e9:
+            q, k = random(batch, Q_HEADS, 1, DIM), random(batch, HEADS, tokens, DIM)
+            exact = exact_kernels(q, k, torch.randn_like(k)), exact_bytes
+            given = caches_of(options, GEOMETRY, batch, tokens), q, options, read
+            yield from beside("decode", f"{batch} x {tokens}", *exact, *given, general=True)
+            del k, exact
 
 
 def attention(
@@ -124,14 +143,9 @@ def not_by_kernels(cache: Any) -> str:
 
 
 def table(
-    part: str,
-    shape: str,
-    works: dict[str, Any],
-    nbytes: dict[str, int],
-    exact: set[str],
-    read: float,
+    part: str, shape: str, works: Works, nbytes: dict[str, int], exact: set[str], read: float,
     options: argparse.Namespace,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
     found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
     best = min((found[name]["us"] for name in exact), default=float("nan"))
@@ -155,65 +169,44 @@ def line(r: Row) -> str:
 
 def encode(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    x = torch.randn(1, HEADS, 16384, DIM, device=DEVICE, dtype=torch.bfloat16)
+    x = random(1, HEADS, 16384, DIM)
     for spec in options.specs:
-        cache = create_cache(spec, geometry, check="deferred")
+        cache = create_cache(spec, GEOMETRY, check="deferred")
         cache.store(0, k=x, v=x)
 
         def work(cache: Any = cache) -> None:
             cache.reset()
             cache.store(0, k=x, v=x)
 
-        yield from table(
-            "encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options
-        )
+        given = {spec: work}, {spec: 2 * x.nbytes}, set(), read, options
+        yield from table("encode", "16384", *given)
 
 
 def prompt(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
     for tokens in options.tokens:
-        make = dict(device=DEVICE, dtype=torch.bfloat16)
-        q = torch.randn(1, Q_HEADS, 512, DIM, **make)
-        k = torch.randn(1, HEADS, tokens, DIM, **make)
-        v = torch.randn_like(k)
-        works = {"torch sdpa": partial(SDPA, q, k, v, enable_gqa=True)}
-        nbytes = {"torch sdpa": 4 * HEADS * tokens * DIM}
-        for spec in options.specs:
-            cache = filled(spec, geometry, 1, tokens)
-            works[spec] = attention(cache, q)
-            nbytes[spec] = cache.memory_usage()
-        yield from table(
-            "chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options
-        )
+        q, k = random(1, Q_HEADS, 512, DIM), random(1, HEADS, tokens, DIM)
+        works = {"torch sdpa": partial(SDPA, q, k, torch.randn_like(k), enable_gqa=True)}
+        given = caches_of(options, GEOMETRY, 1, tokens), q, options, read
+        shape, size = f"512 over {tokens}", 4 * HEADS * tokens * DIM
+        yield from beside("chunk", shape, works, size, *given, capture=lambda work: work)
 
 
 def latent(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
-    for batch in options.batch:
-        for tokens in options.tokens:
-            make = dict(device=DEVICE, dtype=torch.bfloat16)
-            q = torch.randn(batch, LATENT_HEADS, 1, LATENT + ROPE, **make)
-            c = torch.randn(batch, 1, tokens, LATENT + ROPE, **make)
-            rows_q, values = q.transpose(1, 2), c[..., :LATENT]
-            matmul = captured(
-                lambda a=rows_q, c=c, v=values: (
-                    torch.softmax(a @ c.mT * config.softmax_scale, -1) @ v
-                )
-            )
-            works, nbytes = {"torch matmul": matmul}, {"torch matmul": c.nbytes}
-            shape = f"{batch} x {tokens}"
-            for spec in options.specs:
-                cache = filled(spec, geometry, batch, tokens)
-                if reason := not_by_kernels(cache):
-                    print(f"latent, {shape}, {spec}: left out, {reason}", flush=True)
-                    continue
-                works[spec] = captured(attention(cache, q, config))
-                nbytes[spec] = cache.memory_usage()
-            yield from table("latent", shape, works, nbytes, {"torch matmul"}, read, options)
+    for batch, tokens in itertools.product(options.batch, options.tokens):
+        q = random(batch, LATENT_HEADS, 1, LATENT + ROPE)
+        c = random(batch, 1, tokens, LATENT + ROPE)
+
+        def matmul(q=q, c=c) -> torch.Tensor:
+            scores = q.transpose(1, 2) @ c.mT * config.softmax_scale
+            return torch.softmax(scores, -1) @ c[..., :LATENT]
+
+        given = caches_of(options, geometry, batch, tokens), q, options, read, config
+        shape = f"{batch} x {tokens}"
+        yield from beside("latent", shape, {"torch matmul": matmul}, c.nbytes, *given)
 
 
 def random_model(layers: int) -> Any:

@@ -3,8 +3,6 @@
 Without a device works run as they are, so that a dry run can show that they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter

@@ -1,14 +1,11 @@
 """Bytes that caches hold at every length, beside those of an exact cache of the same dtype.
 
-    python benchmarks/held_bytes.py [--tokens 4096] [--dtype bfloat16]
-        [--out benchmarks/results/bytes]
+    python benchmarks/held_bytes.py [--tokens 4096] [--dtype bfloat16] …
 
 A layer of each model's shape gets one token after the other. `memory_usage` counts every tensor,
 room and what is learnt included; an exact cache holds K and V, and nothing else. Printed are the
 largest share of its bytes at any length, and the share at some lengths.
 """
-
-from __future__ import annotations
 
 import runner
 import torch

@@ -3,8 +3,6 @@
 python benchmarks/import_time.py --rounds 9
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

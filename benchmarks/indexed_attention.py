@@ -11,8 +11,6 @@ computes them, and top-k. All take turns; medians. The last column is how often 
 long.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import runner

@@ -12,8 +12,6 @@ which knows no AVX-512: that level is stepped through (ptrace), on processors th
 counted by QEMU, without what the C library does. Written to DIR/instructions.json and .md.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess
@@ -45,11 +43,7 @@ ATTEND = {
     "centred 4": "turboquant:bits=4,center=64",
     "fp16": "none:dtype=fp16",
 }
-ENCODE = {
-    "4 bits": "turboquant:bits=4",
-    "8 bits": "int:bits=8",
-    "kivi 4": "kivi:bits=4",
-}
+ENCODE = {name: ATTEND[name] for name in ("4 bits", "8 bits", "kivi 4")}
 LENGTHS = (256, 512)
 COUNTS, HEADS = (32, 64), 6  # rows times heads of `encode_compare`
 LEVELS = {"none": "base", "neon": "NEON", "avx2": "AVX2", "avx512": "AVX-512"}
@@ -98,11 +92,8 @@ def profiled(driver: Path, cases: Path, level: str, folder: Path) -> list[int]:
 
 def stepped(driver: Path, cases: Path, level: str) -> list[int]:
     """Return the instructions of each case, by stepping; nothing without such a processor."""
-    if level not in library().levels:
-        return []
-    return [
-        int(x) for x in told(str(driver), str(cases), "--level", level, "--run", "steps").split()
-    ]
+    words = str(driver), str(cases), "--level", level, "--run", "steps"
+    return [*map(int, told(*words).split())] if level in library().levels else []
 
 
 def emulated(driver: Path, cases: Path, count: int) -> list[int]:

@@ -7,8 +7,6 @@ weights, one thread. Steps of the caches take turns; times are medians of the th
 the whole tiny model.
 """
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Time to the first token of a prompt, and of a decode step, beside transformers' DynamicCache.
 
-    python benchmarks/latency.py [--model smollm2] [--spec trellis:bits=4] [--threads 1 2]
-        [--prompts 16 32 … 4096] [--held 16 32 64 128 256 1024] [--rounds 5]
-        [--steps 40] [--sliding SPEC] [--out DIR]
+    python benchmarks/latency.py [--model smollm2] [--spec trellis:bits=4] [--threads 1 2] …
 
 Each cache has a model with the attention that is made for it, ``sdpa`` for DynamicCache, ``kvpact``
 for the compressed one; both models have the same weights in memory, since where weights lie makes
@@ -13,10 +11,7 @@ quartiles. Below 1 the compressed cache is the quicker one. With --sliding layer
 sliding window are packed, too.
 """
 
-from __future__ import annotations
-
 import argparse
-import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -27,17 +22,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvpact.integrations.transformers import CompressedCache
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return another model with the same weights in the same memory."""
-    with torch.device("meta"):
-        other: PreTrainedModel = type(model)(copy.deepcopy(model.config))
-    for name, buffer in model.named_buffers():
-        other.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
-    other.load_state_dict(model.state_dict(), assign=True)
-    other.tie_weights()
-    return other.eval()
-
-
 def prompt(model: PreTrainedModel, make: Callable[[], Cache], ids: torch.Tensor) -> float:
     """Return the seconds of a prompt on a new cache."""
     return runner.turn_of(partial(runner.forward, model, ids, make()))()
@@ -46,7 +30,7 @@ def prompt(model: PreTrainedModel, make: Callable[[], Cache], ids: torch.Tensor)
 def measure(options: argparse.Namespace) -> list[runner.Row]:
     """Measure prompts and steps for every number of threads."""
     theirs, ids = runner.book(options.model, max([*options.prompts, *options.held]) + 1)
-    ours = twin(theirs)
+    ours = runner.twin(theirs)
     makes = {
         "DynamicCache": (theirs, lambda: DynamicCache(config=theirs.config)),
         "kvpact": (

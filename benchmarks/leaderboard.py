@@ -1,7 +1,6 @@
 """Caches of kvpact and of other packages on the same work: KL, bytes held, time.
 
-    python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768]
-        [--prompt 1024] [--contexts 1024 4096 8000] [--rounds 5] [--together] [--out DIR]
+    python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768] …
 
 Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
@@ -15,8 +14,6 @@ Bytes are those of all tensors that the cache object holds, found by walking it.
 the process' seconds on the CPU: cache and DynamicCache take turns, prompt by prompt and step by
 step. A prompt of --prompt tokens is one call on an empty cache.
 """
-
-from __future__ import annotations
 
 import argparse
 import json

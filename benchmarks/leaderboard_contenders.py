@@ -1,7 +1,5 @@
 """Who stands in the leaderboard: the packages of `leaderboard_peers`, and those of entry points."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points

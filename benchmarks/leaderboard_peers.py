@@ -1,7 +1,5 @@
 """The leaderboard's contenders in this repository: kvpact's own methods, and other packages."""
 
-from __future__ import annotations
-
 from functools import partial
 from pkgutil import resolve_name as there
 
@@ -22,11 +20,6 @@ NO_WINDOWS = (
     " On Gemma 3 layers with sliding windows keep all tokens, coded, and not exact ones of the "
     "window."
 )
-
-
-def own(spec, model):
-    """Return an empty cache of kvpact's."""
-    return there("kvpact.integrations.transformers:CompressedCache")(model, spec)
 
 
 def quantized(backend, kind, model, **options):
@@ -90,117 +83,95 @@ def turboquant_torch(model):
     return RoundTrip()
 
 
+def called(path, attribute="", **options):
+    """Return what makes an empty cache by a call of a package, given the model or its attribute."""
+
+    def make(model):
+        given = {"": (), "model": (model,), "config": (model.config,)}[attribute]
+        return there(path)(*given, **options)
+
+    return make
+
+
+def peer(package, requires="", changed="", note="", **caches):
+    """Return a contender; the keywords are its caches."""
+    named = {"requires": tuple(requires.split()), "changed": changed, "note": note}
+    return Contender(package=package, caches=caches, **named)
+
+
 PEERS = {
-    "fp8": Contender(
-        package="transformers",
-        caches={"QuantizedCache, fp8": partial(quantized, "fp8", "Fp8QuantizedLayer")},
-        changed=CHANGED,
+    "fp8": peer(
+        "transformers", changed=CHANGED,
+        **{"QuantizedCache, fp8": partial(quantized, "fp8", "Fp8QuantizedLayer")},
     ),
-    "hqq": Contender(
-        package="hqq",
-        requires=("hqq==0.2.8", "termcolor==3.1.0", "einops==0.8.1"),
-        caches={
-            "QuantizedCache, hqq, 4 bits": partial(
-                quantized, "hqq", "HQQQuantizedLayer", nbits=4, axis_key=1, axis_value=1
-            )
-        },
-        changed=CHANGED,
-        note=f"Groups along axis 1, as transformers recommends for hqq. {ALL_ANEW}",
+    "hqq": peer(
+        "hqq", "hqq==0.2.8 termcolor==3.1.0 einops==0.8.1", CHANGED,
+        f"Groups along axis 1, as transformers recommends for hqq. {ALL_ANEW}",
+        **{"QuantizedCache, hqq, 4 bits": partial(
+            quantized, "hqq", "HQQQuantizedLayer", nbits=4, axis_key=1, axis_value=1)},
     ),
-    "kakeya": Contender(
-        package="kakeyalattice",
-        requires=("kakeyalattice==1.5.0",),
-        caches={"KakeyaLatticeCache, E8, range 38": kakeya},
-        note=DENSE + CODED + NO_WINDOWS,
+    "kakeya": peer(
+        "kakeyalattice", "kakeyalattice==1.5.0", note=DENSE + CODED + NO_WINDOWS,
+        **{"KakeyaLatticeCache, E8, range 38": kakeya},
     ),
-    "nexus": Contender(
-        package="nexusquant-kv",
-        requires=("nexusquant-kv==0.6.3", "zstandard==0.25.0"),
-        caches={
-            "E8QuantizedCache, K 3, V 2 bits": lambda model: there(
-                "nexusquant.integrations.quantized_cache:E8QuantizedCache.from_model"
-            )(model, key_bits=3, value_bits=2)
-        },
+    "nexus": peer(
+        "nexusquant-kv", "nexusquant-kv==0.6.3 zstandard==0.25.0",
         note=f"{DENSE}Prompts are coded before they are attended, single tokens are never coded.",
+        **{"E8QuantizedCache, K 3, V 2 bits": called(
+            "nexusquant.integrations.quantized_cache:E8QuantizedCache.from_model", "model",
+            key_bits=3, value_bits=2)},
     ),
-    "own": Contender(
-        package="kvpact",
-        caches={spec: partial(own, spec) for spec in SPECS},
-        note="Layers with a sliding window stay exact, and count.",
+    "own": peer(
+        "kvpact", note="Layers with a sliding window stay exact, and count.",
+        **{spec: called("kvpact.integrations.transformers:CompressedCache", "model", spec=spec)
+           for spec in SPECS},
     ),
-    "quantcore": Contender(
-        package="quantcore-ai",
-        requires=("quantcore-ai==0.4.2",),
-        caches={
-            "make_turboquant_cache, 4 bits": lambda model: there(
-                "turboquant.hf_integration:make_turboquant_cache"
-            )(model.config, bits=4, compress_values=True, verbose=False)
-        },
+    "quantcore": peer(
+        "quantcore-ai", "quantcore-ai==0.4.2",
         note=f"{CODED} V is coded, too, not so by default.",
+        **{"make_turboquant_cache, 4 bits": called(
+            "turboquant.hf_integration:make_turboquant_cache", "config",
+            bits=4, compress_values=True, verbose=False)},
     ),
-    "quanto": Contender(
-        package="optimum-quanto",
-        requires=("optimum-quanto==0.2.7", "ninja==1.13.2"),
-        caches={
-            "QuantizedCache, quanto, 4 bits": partial(
-                quantized, "quanto", "QuantoQuantizedLayer", nbits=4
-            )
-        },
-        changed=CHANGED,
-        note=ALL_ANEW,
+    "quanto": peer(
+        "optimum-quanto", "optimum-quanto==0.2.7 ninja==1.13.2", CHANGED, ALL_ANEW,
+        **{"QuantizedCache, quanto, 4 bits": partial(
+            quantized, "quanto", "QuantoQuantizedLayer", nbits=4)},
     ),
-    "tiny": Contender(
-        package="tiny-turboquant",
-        requires=("tiny-turboquant==0.18.0",),
-        caches={
-            "TinyKVCache, safe (4 bits)": lambda model: there(
-                "tiny_turboquant.cache:TinyKVCache.for_model"
-            )(model, compression="safe")
-        },
+    "tiny": peer(
+        "tiny-turboquant", "tiny-turboquant==0.18.0",
         note=f"128 to 255 tokens are exact, most of what short contexts hold.{NO_WINDOWS}",
+        **{"TinyKVCache, safe (4 bits)": called(
+            "tiny_turboquant.cache:TinyKVCache.for_model", "model", compression="safe")},
     ),
-    "tqai_cache": Contender(
-        package="tqai",
-        requires=("tqai==0.6.1",),
-        caches={"TurboQuantDynamicCache, K 4, V 2 bits": tqai},
-        changed="get_mask_sizes, by which transformers 5 makes masks, is written for it: as it "
-        "comes, chunks see no earlier token",
-        note=DENSE + CODED,
+    "tqai_cache": peer(
+        "tqai", "tqai==0.6.1",
+        "get_mask_sizes, by which transformers 5 makes masks, is written for it: as it comes, "
+        "chunks see no earlier token",
+        DENSE + CODED, **{"TurboQuantDynamicCache, K 4, V 2 bits": tqai},
     ),
-    "turbokv": Contender(
-        package="turbokv",
-        requires=("turbokv==0.1.0",),
-        caches={
-            "TurboQuantCache, 4 bits": lambda model: there("turboquant:TurboQuantCache")(
-                model.config, nbits=4, device="cpu"
-            )
-        },
+    "turbokv": peer(
+        "turbokv", "turbokv==0.1.0",
         note="Layer 0 is exact, and all tokens of the others are quantised anew whenever 128 exact "
         f"ones have come together.{NO_WINDOWS}",
+        **{"TurboQuantCache, 4 bits": called(
+            "turboquant:TurboQuantCache", "config", nbits=4, device="cpu")},
     ),
-    "turboquant_cache": Contender(
-        package="turboquant",
-        requires=("turboquant==0.2.0",),
-        caches={"TurboQuantCache, 4 bits": turboquant},
-        changed="numpy.trapz, which NumPy 2.4 no longer has, is put in its place",
-        note="Decompressed K and V are held beside the codes, so it holds more than no "
-        "compression.",
+    "turboquant_cache": peer(
+        "turboquant", "turboquant==0.2.0",
+        "numpy.trapz, which NumPy 2.4 no longer has, is put in its place",
+        "Decompressed K and V are held beside the codes, so it holds more than no compression.",
+        **{"TurboQuantCache, 4 bits": turboquant},
     ),
-    "turboquant_torch": Contender(
-        package="turboquant-torch",
-        requires=("turboquant-torch==0.4.0",),
-        caches={"TurboQuantKVCache, 4 bits": turboquant_torch},
-        changed="its own cache codes all tokens anew at each compress_all(), called by hand: here "
-        "its codec takes each token once, when it comes",
-        note=DENSE + CODED,
+    "turboquant_torch": peer(
+        "turboquant-torch", "turboquant-torch==0.4.0",
+        "its own cache codes all tokens anew at each compress_all(), called by hand: here its "
+        "codec takes each token once, when it comes",
+        DENSE + CODED, **{"TurboQuantKVCache, 4 bits": turboquant_torch},
     ),
-    "turboquantdc": Contender(
-        package="turboquantdc",
-        requires=("turboquantdc==0.2.0",),
-        caches={
-            "TurboQuantCache, 4 bits": lambda model: there(
-                "turboquantdc.hf_integration:TurboQuantCache"
-            )(bits=4)
-        },
+    "turboquantdc": peer(
+        "turboquantdc", "turboquantdc==0.2.0",
+        **{"TurboQuantCache, 4 bits": called(
+            "turboquantdc.hf_integration:TurboQuantCache", bits=4)},
     ),
-}
+}  # fmt: skip

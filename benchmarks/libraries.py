@@ -1,7 +1,6 @@
 """Builds of the native library beside each other: steps, chunks and packing.
 
-    python benchmarks/libraries.py LIBRARY … [--levels avx512 avx2] [--specs SPEC …] [--tokens 8192]
-        [--rounds 5]
+    python benchmarks/libraries.py LIBRARY … [--levels avx512 avx2] [--specs SPEC …] …
 
 The first column is the library that is installed; each LIBRARY is another build of it, such as the
 one inside of an unpacked wheel. The builds take turns, each time in a process of its own on one
@@ -9,8 +8,6 @@ thread, at each instruction set. Milliseconds on the CPU for one layer of 8 KV h
 heads of width 128: packing --tokens tokens, then a step of one token and a chunk of 64 over them.
 Printed are medians, and in brackets the median of the ratios to the installed library.
 """
-
-from __future__ import annotations
 
 import os
 import time

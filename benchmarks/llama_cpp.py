@@ -1,13 +1,10 @@
 """Tokens and prompts of llama.cpp with kvpact's backend and without it, in turns.
 
-    python benchmarks/llama_cpp.py BUILD [--model GGUF …] [--cache q8_0 q4_0 f16] [--threads 1 2]
-        [--depths 0 2048 6144] [--prompts 2048 4096] [--rounds 3] [--out DIR]
+    python benchmarks/llama_cpp.py BUILD [--model GGUF …] [--cache q8_0 q4_0 f16] [--threads 1 2] …
 
 BUILD is a build of llama.cpp, which need know nothing of kvpact. Tokens are
 16 after each depth, prompts 512 tokens after those of --prompts: medians of llama-bench.
 """
-
-from __future__ import annotations
 
 import argparse
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Bytes of a chunk of LMCache's in kvpact's serde, beside bf16.
 
-    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256]
-        [--calibration FILE] [SPEC …]
+    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256] …
 
 LMCache need not be installed: a chunk is packed, and its bytes counted. The calibration, a file
 that `kvpact calibrate` wrote, is used for specs that learn; it has to be of a model of these sizes.
@@ -15,16 +14,10 @@ from kvpact.integrations.lmcache.layout import ChunkLayout
 from kvpact.spec import parse_spec
 
 SPECS = [
-    "none",
-    "int:bits=8",
-    "fp8",
-    "turboquant:bits=4",
-    "int:bits=4,group=128,rotate=true",
-    "trellis:bits=4,center=0,first=false,weights=false,blocks=false",
-    "kvarn",
-    "turboquant:bits=3",
+    "none", "int:bits=8", "fp8", "turboquant:bits=4", "int:bits=4,group=128,rotate=true",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false", "kvarn", "turboquant:bits=3",
     "kivi",
-]
+]  # fmt: skip
 
 
 def main():

@@ -10,8 +10,6 @@ Then decode steps of batches of sequences, 32 query heads: their lengths go from
 halves of --length, a row of the contiguous batch has --length tokens, so that both read as much.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import runner

@@ -6,8 +6,6 @@ Drawn from benchmarks/results/leaderboard, which `leaderboard.py` writes, as ove
 overview-dark.svg. Each file has the figures that it shows as its description.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Memory that a process takes for a cache, as the kernel counts it, beside DynamicCache's.
 
-    python benchmarks/process.py [--models smollm2 gemma3] [--dtypes float32 bfloat16]
-        [--threads 1 2] [--tokens 32 128 512 1000 4000 8000] [--chunks 0 512]
-        [--specs trellis:bits=4 …] [--peers] [--runs 5] [--steps 64] [--out DIR]
+    python benchmarks/process.py [--models smollm2 gemma3] [--dtypes float32 bfloat16] …
 
 Each cache gets a process of its own, which loads the model, generates two tokens, and then
 generates --steps tokens behind a prompt of --tokens, in one piece (0) or in chunks. *Cache* is what
@@ -11,8 +9,6 @@ time and at the end (VmHWM and VmRSS of /proc/self/status, Linux). Nothing is gi
 system before it is read. Medians of the runs, which take turns. With --peers the caches of the
 leaderboard's other packages, which are installed into folders of their own, stand beside.
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools

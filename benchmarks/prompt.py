@@ -1,7 +1,6 @@
 """Attention over a prompt, and over chunks of one behind a long past, beside torch's own.
 
-    python benchmarks/prompt.py [--tokens 512 2048 4096 8192] [--past 4096 8192 16384 32768]
-        [--chunks 256 512] [--shapes A B] [--threads 1 2] [--rounds 9] [--out DIR]
+    python benchmarks/prompt.py [--tokens 512 2048 4096 8192] [--past 4096 8192 16384 32768] …
 
 One layer, fp32. A: 32 query heads, 8 KV heads, D = 128; B: 9, 3, 64. Ours are the calls that an
 engine makes, `cache.attend`: the new tokens are checked, attended and stored in 4 bits. torch's are
@@ -10,8 +9,6 @@ prompt, with a mask over a past; there, for information, also without a mask, wh
 numbers and is as fast as torch can be. All take turns in each round. Medians, quartiles and ratios
 of the medians are printed and written to DIR/prompt.json and DIR/prompt.md.
 """
-
-from __future__ import annotations
 
 from functools import partial
 from typing import Any

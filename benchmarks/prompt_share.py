@@ -1,7 +1,6 @@
 """Shares of a prompt's time that encoding and storing its keys and values take.
 
-    python benchmarks/prompt_share.py [--model smollm2] [--spec trellis:bits=4 …] [--tokens 2048]
-        [--threads 1 2] [--rounds 7] [--out DIR]
+    python benchmarks/prompt_share.py [--model smollm2] [--spec trellis:bits=4 …] [--tokens 2048] …
 
 The beginning of a book is given to the model in one call, logits of the last token only, with a
 CompressedCache. Encoding is what turns tokens into slots. Storing is all that the layers do to
@@ -9,8 +8,6 @@ keep them: encoding, what codecs learn from the first tokens, checks, memory, co
 tokens. Specs take turns in each round. Printed are medians in milliseconds, and of each round's
 times the shares: median and quartiles.
 """
-
-from __future__ import annotations
 
 from functools import partial
 from typing import Any

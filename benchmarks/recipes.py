@@ -5,8 +5,6 @@ those of ``kvpact recommend MODEL --budget trellis:bits=N``, made on the novel; 
 Python's language reference, of which they know nothing.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

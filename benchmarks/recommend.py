@@ -5,8 +5,6 @@ context; then one evaluation of all of them. ``--model`` and ``--text`` take sev
 ``topics`` is Python's language reference, as `pydoc_data` ships it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,32 +46,21 @@ def compare(model: str, text: str, tokens: int, specs: Sequence[str]) -> list[di
     seconds = runner.turn_of(lambda: surveys.append(survey(network, ids)))()
     (found,) = surveys
     plans = [plan(found, budget=spec) for spec in specs]
-    result = evaluate(
-        network, ids, [x for p, s in zip(plans, specs, strict=True) for x in (s, p.recipe)]
-    )
-    rows = []
-    for place, (planned, spec) in enumerate(zip(plans, specs, strict=True)):
-        uniform, own = (result.scores[1 + 2 * place + i].kl for i in range(2))
-        difference, error = mean_and_error(own - uniform)
-        for recipe in (False, True):
-            row = result.rows[1 + 2 * place + recipe]
-            bytes_held = planned.recipe_bytes if recipe else planned.bytes_of(spec)
-            rows.append(
-                {
-                    "model": model,
-                    "text": text,
-                    "tokens": len(ids),
-                    "spec": f"recipe within {spec}" if recipe else spec,
-                    "recipe": planned.recipe if recipe else None,
-                    "share": bytes_held / planned.sizes.exact,
-                    "predicted": planned.recipe_predicted if recipe else planned.of(spec).predicted,
-                    "measured": row.kl_mean,
-                    "measured_se": row.kl_se,
-                    "difference": difference if recipe else None,
-                    "difference_se": error if recipe else None,
-                    "survey_seconds": seconds,
-                }
-            )
+    sources = [x for p, s in zip(plans, specs, strict=True) for x in (s, p.recipe)]
+    result = evaluate(network, ids, sources)
+    found, scores, rows = iter(result.rows[1:]), iter(result.scores[1:]), []
+    for planned, spec in zip(plans, specs, strict=True):
+        difference = mean_and_error(-next(scores).kl + next(scores).kl)
+        uniform, made = planned.of(spec).predicted, planned.recipe_predicted
+        for name, recipe, held, predicted, (more, error) in (
+            (spec, None, planned.bytes_of(spec), uniform, (None, None)),
+            (f"recipe within {spec}", planned.recipe, planned.recipe_bytes, made, difference),
+        ):
+            row = next(found)
+            what = {"model": model, "text": text, "tokens": len(ids), "spec": name}
+            what |= {"recipe": recipe, "share": held / planned.sizes.exact, "predicted": predicted}
+            what |= {"measured": row.kl_mean, "measured_se": row.kl_se, "difference": more}
+            rows.append({**what, "difference_se": error, "survey_seconds": seconds})
     return rows
 
 

@@ -10,8 +10,6 @@ latents have the second one alone. All take turns in each round; medians, quarti
 this run are written to DIR/rows.json and DIR/rows.md.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,8 +1,7 @@
 """What all benchmarks share: options, rounds in which candidates take turns, tables and reports."""
 
-from __future__ import annotations
-
 import argparse
+import copy
 import itertools
 import json
 import statistics
@@ -202,6 +201,15 @@ def book(model: str, tokens: int, **options: Any) -> tuple[Any, torch.Tensor]:
     if ids.shape[1] < tokens:
         raise SystemExit(f"the text has {ids.shape[1]} tokens, fewer than {tokens}")
     return network, ids
+
+
+def twin(model: Any) -> Any:
+    """Return a model with the same weights in the same memory, and a config of its own.
+
+    kvpact's caches set the attention implementation of the model that they are made for.
+    """
+    held = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
 
 
 def forward(model: Any, ids: torch.Tensor, cache: Any) -> None:

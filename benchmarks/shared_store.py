@@ -9,8 +9,6 @@ entry goes over TCP. Medians of all entries but each process's first. What is no
 out, and said.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import shutil

@@ -1,20 +1,18 @@
 """Saving and loading against a plain copy of the same bytes: snapshots, and prefixes in stores.
 
-    python benchmarks/store.py [--tokens 3000] [--layers 30] [--heads 3] [--dim 64] [--rounds 5]
+    python benchmarks/store.py [--tokens 3000] [--rounds 5]
 
-One sequence of a model's shape (SmolLM2-135M's if nothing is said), random K and V. *memory* and
+One sequence of SmolLM2-135M's shape, random K and V. *memory* and
 *directory* are prefix caches on a `MemoryStore` and a `DirectoryStore`, *file* is a snapshot. The
 plain copy moves as many bytes: in memory, or to a file and back, with the same `fsync`. Both take
 turns; medians are reported. *size* is all bytes stored over those of an fp16 cache.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import runner
 import torch
@@ -22,6 +20,8 @@ import torch
 from kvpact import CacheGeometry, ContiguousCache, PrefixCache, Snapshot, create_cache
 from kvpact.stores import DirectoryStore, MemoryStore, Store
 
+T = TypeVar("T")
+GEOMETRY = CacheGeometry(30, 3, 64, dtype=torch.float32)
 SPECS = ("none", "int:bits=8", "turboquant:bits=4", "kivi:bits=2")
 
 
@@ -29,26 +29,17 @@ def filled(spec: str, geometry: CacheGeometry, tokens: int) -> ContiguousCache:
     """Return a cache that holds random tokens."""
     cache = create_cache(spec, geometry)
     assert isinstance(cache, ContiguousCache)
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, geometry.num_kv_heads, tokens, geometry.head_dim)
+    shape = (2, 1, geometry.num_kv_heads, tokens, geometry.head_dim)
     for layer in range(geometry.num_layers):
-        k, v = torch.randn(2, *shape, generator=generator)
+        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
         cache.store(layer, k=k, v=v)
     return cache
 
 
-def timed(call: Callable[[], object]) -> tuple[float, object]:
+def timed(call: Callable[[], T]) -> tuple[float, T]:
     """Return seconds and the result."""
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
-
-
-def plain_write(path: Path, data: bytes) -> None:
-    """Write a file and sync it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
+    found: list[T] = []
+    return runner.turn_of(lambda: found.append(call()))(), found[0]
 
 
 def store_times(store: Store, cache: ContiguousCache, ids: list[int]) -> tuple[float, float, int]:
@@ -75,8 +66,13 @@ def copy_times(path: Path | None, size: int) -> tuple[float, float]:
     data = os.urandom(1 << 20) * (size >> 20) + bytes(size & 0xFFFFF)
     if path is None:
         return timed(lambda: bytes(bytearray(data)))[0] / 2, timed(lambda: bytearray(data))[0]
-    save, _ = timed(lambda: plain_write(path, data))
-    load, read = timed(path.read_bytes)
+
+    def write() -> None:
+        with open(path, "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    save, (load, read) = timed(write)[0], timed(path.read_bytes)
     assert len(read) == size
     return save, load
 
@@ -106,14 +102,12 @@ def measure(cache: ContiguousCache, rounds: int, folder: Path) -> dict[str, dict
 
 def main() -> None:
     """Measure and print a table."""
-    sizes = {"tokens": 3000, "layers": 30, "heads": 3, "dim": 64}
-    options = runner.arguments(__doc__, **sizes, rounds=5)
+    options = runner.arguments(__doc__, tokens=3000, rounds=5)
     torch.set_num_threads(1)
-    geometry = CacheGeometry(options.layers, options.heads, options.dim, dtype=torch.float32)
-    fp16 = 4 * options.layers * options.heads * options.dim * options.tokens
+    fp16 = 4 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads * GEOMETRY.head_dim * options.tokens
     rows, cells = [], []
     for spec in SPECS:
-        cache = filled(spec, geometry, options.tokens)
+        cache = filled(spec, GEOMETRY, options.tokens)
         with tempfile.TemporaryDirectory() as folder:
             for place, row in measure(cache, options.rounds, Path(folder)).items():
                 rows.append({"spec": spec, "place": place, **row})
@@ -122,7 +116,7 @@ def main() -> None:
                 save, load = zip(speeds, copies, strict=True)
                 cells.append([f"{spec}, {place}", f"{row['bytes'] / fp16:.3f}", *save, *load])
     body = runner.table(" | size | save MB/s | x copy | load MB/s | x copy", cells)
-    runner.report(options, "store", rows, body, [*sizes], fp16=f"{fp16 / 1e6:.1f} MB")
+    runner.report(options, "store", rows, body, ["tokens"], fp16=f"{fp16 / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

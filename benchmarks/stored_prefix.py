@@ -6,8 +6,6 @@ Windows are stored as they are and as 8-bit integers. KL is that of the next 384
 between the two. One thread; the store is a folder.
 """
 
-from __future__ import annotations
-
 import tempfile
 
 import runner

@@ -6,8 +6,6 @@ Medians in milliseconds of a prompt, and of a step behind it, and their ratios: 
 cache is slower after a compressed one has stored a prompt of 4,000 tokens.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import runner

@@ -1,7 +1,6 @@
 """vLLM's own caches beside kvpact's pages: capacity, prompts and decoding, in turns, in one run.
 
-    .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000]
-        [--spec SPEC ...] [--calibration FILE] [--own fp8 ...]
+    .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000] …
 
 All engines live beside each other and work one after the other, round by round. What is compared,
 with vLLM's own bf16 cache, are the tokens that fit into the same memory, and the times of one
