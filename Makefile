@@ -120,7 +120,6 @@ bench: $(BUILT) $(DEV) ## speed, bytes and memory on this machine, targets besid
 	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
 	@$(PY) benchmarks/process.py --dtypes float32 --threads 1 --tokens 512 4000 --runs 3 --out $(BENCH)
 	@$(PY) benchmarks/long_lived.py --runs 1 --out $(BENCH)
-	@$(PY) benchmarks/told.py
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 

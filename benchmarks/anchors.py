@@ -37,9 +37,8 @@ REQUIRES = (
     "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
     "ggml-python==0.0.45", "openvino==2026.4.1",
 )  # fmt: skip
-PEERS = {"kept": "kvpact", "onnxruntime": "onnxruntime", "ggml": "ggml-python"}
-PEERS["openvino"] = "openvino"
-"""Names of the packages."""
+PACKAGES = ("kvpact", "onnxruntime", "ggml-python", "openvino")
+PEERS = dict(zip(("kept", "onnxruntime", "ggml", "openvino"), PACKAGES, strict=True))
 CLASSES = (
     ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),
     (

@@ -115,15 +115,15 @@ def linear(rows: list[dict], places: Sequence[Place]) -> list[Cells]:
     """Return the lines over linearity.json: off a straight line, and off a flat ns per token."""
     lines = []
     found = {(r["shape"], r["threads"]): r for r in rows if r["candidate"] == "4 bits"}
-    here = [found.get(place) for place in places]
     for what, key in (("a straight line", "off_line"), ("flat ns per token", "off_median")):
-        cells = ["-" if r is None else strong(f"{r[key]:.1%}", r[key] > BOUND) for r in here]
-        kept = [r[key] <= BOUND for r in here if r is not None]
-        if key == "off_median":
-            cells = [
-                cell if r is None else f"{cell} (flat from {short(r['flat_from'])})"
-                for cell, r in zip(cells, here, strict=True)
-            ]
+        cells, kept = [], []
+        for row in map(found.get, places):
+            if row is None:
+                cells.append("-")
+                continue
+            kept.append(row[key] <= BOUND)
+            flat = f" (flat from {short(row['flat_from'])})" if key == "off_median" else ""
+            cells.append(strong(f"{row[key]:.1%}", not kept[-1]) + flat)
         title = f"4 bits: furthest from {what}, all contexts"
         lines.append([title, f"<= {BOUND:.0%}", *cells, verdict(kept)])
     return lines

@@ -16,7 +16,7 @@ Bytes a second are those of the slots (of K and V, where they are exact) over th
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,15 +62,16 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def beside(
-    part: str, shape: str, works: Works, exact_bytes: int, caches: Iterator[tuple[str, Any]],
-    q: torch.Tensor, options: argparse.Namespace, read: float, config: AttendConfig = WHOLE,
+    options: argparse.Namespace, part: str, shape: str, works: Works, exact_bytes: int,
+    q: torch.Tensor, held: tuple[CacheGeometry, int, int], config: AttendConfig = WHOLE,
     capture: Callable[[Any], Any] = captured, general: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
-    """Measure attention over caches beside works over exact K and V, all in turns."""
+    """Measure attention over caches of each spec beside works over exact K and V, all in turns."""
     exact, kept = set(works), []
     works = {name: capture(work) for name, work in works.items()}
     nbytes = dict.fromkeys(works, exact_bytes)
-    for spec, cache in caches:
+    for spec in options.specs:
+        cache = filled(spec, *held)
         if capture is captured and (reason := not_by_kernels(cache)):
             print(f"{part}, {shape}, {spec}: left out, {reason}", flush=True)
             continue
@@ -79,28 +80,19 @@ def beside(
         if general:
             works[spec + GENERAL] = capture(generally(cache, q))
         nbytes |= dict.fromkeys((spec, spec + GENERAL), cache.memory_usage())
-    yield from table(part, shape, works, nbytes, exact, read, options)
+    yield from table(options, part, shape, works, nbytes, exact)
     del works, kept
     forget()
 
 
-def caches_of(
-    options: argparse.Namespace, geometry: CacheGeometry, batch: int, tokens: int
-) -> Iterator[tuple[str, Any]]:
-    """Yield a filled cache of each spec."""
-    for spec in options.specs:
-        yield spec, filled(spec, geometry, batch, tokens)
-
-
-def decode(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def decode(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a decode step's attention."""
     for batch, tokens in itertools.product(options.batch, options.tokens):
-        exact_bytes = 4 * batch * HEADS * tokens * DIM
-        if exact_bytes <= options.memory * 1e9:
+        size, shape = 4 * batch * HEADS * tokens * DIM, f"{batch} x {tokens}"
+        if size <= options.memory * 1e9:
             q, k = random(batch, Q_HEADS, 1, DIM), random(batch, HEADS, tokens, DIM)
-            exact = exact_kernels(q, k, torch.randn_like(k)), exact_bytes
-            given = caches_of(options, GEOMETRY, batch, tokens), q, options, read
-            yield from beside("decode", f"{batch} x {tokens}", *exact, *given, general=True)
+            exact, held = exact_kernels(q, k, torch.randn_like(k)), (GEOMETRY, batch, tokens)
+            yield from beside(options, "decode", shape, exact, size, q, held, general=True)
             del k, exact
 
 
@@ -143,16 +135,23 @@ def not_by_kernels(cache: Any) -> str:
 
 
 def table(
-    part: str, shape: str, works: Works, nbytes: dict[str, int], exact: set[str], read: float,
-    options: argparse.Namespace,
+    options: argparse.Namespace, part: str, shape: str, works: Works, nbytes: dict[str, int],
+    exact: Collection[str] = (),
 ) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
     found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
     best = min((found[name]["us"] for name in exact), default=float("nan"))
     for name, row in found.items():
         speed = nbytes[name] / row["us"] * 1e6
-        more = {"bytes/s": speed, "of read bandwidth": speed / read, "ratio": best / row["us"]}
-        made = {"part": part, "shape": shape, "what": name, **row, **more}
+        more = {"bytes/s": speed, "of read bandwidth": speed / options.read}
+        made = {
+            "part": part,
+            "shape": shape,
+            "what": name,
+            **row,
+            **more,
+            "ratio": best / row["us"],
+        }
         print(line(made), flush=True)
         yield made
 
@@ -167,7 +166,7 @@ def line(r: Row) -> str:
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
 
 
-def encode(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def encode(options: argparse.Namespace) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
     x = random(1, HEADS, 16384, DIM)
     for spec in options.specs:
@@ -178,21 +177,20 @@ def encode(options: argparse.Namespace, read: float) -> Iterator[Row]:
             cache.reset()
             cache.store(0, k=x, v=x)
 
-        given = {spec: work}, {spec: 2 * x.nbytes}, set(), read, options
-        yield from table("encode", "16384", *given)
+        yield from table(options, "encode", "16384", {spec: work}, {spec: 2 * x.nbytes})
 
 
-def prompt(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def prompt(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
     for tokens in options.tokens:
         q, k = random(1, Q_HEADS, 512, DIM), random(1, HEADS, tokens, DIM)
         works = {"torch sdpa": partial(SDPA, q, k, torch.randn_like(k), enable_gqa=True)}
-        given = caches_of(options, GEOMETRY, 1, tokens), q, options, read
-        shape, size = f"512 over {tokens}", 4 * HEADS * tokens * DIM
-        yield from beside("chunk", shape, works, size, *given, capture=lambda work: work)
+        held, size = (GEOMETRY, 1, tokens), 4 * HEADS * tokens * DIM
+        given = "chunk", f"512 over {tokens}", works, size, q, held
+        yield from beside(options, *given, capture=lambda work: work)
 
 
-def latent(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def latent(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
@@ -204,9 +202,9 @@ def latent(options: argparse.Namespace, read: float) -> Iterator[Row]:
             scores = q.transpose(1, 2) @ c.mT * config.softmax_scale
             return torch.softmax(scores, -1) @ c[..., :LATENT]
 
-        given = caches_of(options, geometry, batch, tokens), q, options, read, config
-        shape = f"{batch} x {tokens}"
-        yield from beside("latent", shape, {"torch matmul": matmul}, c.nbytes, *given)
+        held, works = (geometry, batch, tokens), {"torch matmul": matmul}
+        given = "latent", f"{batch} x {tokens}", works, c.nbytes, q, held, config
+        yield from beside(options, *given)
 
 
 def random_model(layers: int) -> Any:
@@ -235,7 +233,7 @@ def options_by_layer() -> None:
     facts.get_layer_types_and_kwargs = by_layer
 
 
-def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def model(options: argparse.Namespace) -> Iterator[Row]:
     """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
 
@@ -270,9 +268,7 @@ def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
             print(line(made), flush=True)
             yield made
         with torch.no_grad():
-            yield from table(
-                "model step", str(tokens), works, peaks, {"DynamicCache"}, read, options
-            )
+            yield from table(options, "model step", str(tokens), works, peaks, ["DynamicCache"])
 
 
 PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode, "model": model}
@@ -291,13 +287,14 @@ def main() -> None:
     speeds = bandwidth(options.rounds)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
     told = {"gpu": name, "cuda": torch.version.cuda, "triton": triton.__version__}
+    options.read = speeds["read"]
     told |= {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
     columns = ("part", "shape", "what", "us (quartiles)", "TB/s", "of read", "over exact")
     first = runner.table(columns, [], 3)
     print(runner.head(options.about | told), first, sep="\n\n", flush=True)
     rows: list[Row] = []
     for part in options.parts:
-        for row in PARTS[part](options, speeds["read"]):
+        for row in PARTS[part](options):
             rows.append(row)  # and written each time: a later one may fail
             runner.report(options, "gpu", rows, [first, *map(line, rows)], last=False, **told)
 

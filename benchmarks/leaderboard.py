@@ -5,8 +5,7 @@
 Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
 transformers' `DynamicCache`; what was found is written to DIR/NAME.json, of which
-`python docs/generate.py` makes docs/leaderboard.md. `--together` measures in one process, all
-taking turns, which takes a third of the time: for packages that have no modules of the same name.
+`python docs/generate.py` makes docs/leaderboard.md.
 
 KL is that of `kvpact eval`: a book's first tokens in chunks of 256, the first one not scored. Time
 and bytes are those of a decode step after as many random tokens as a context has, less the last 64.
@@ -37,40 +36,29 @@ RESULTS = Path(__file__).parent / "results" / "leaderboard"
 CHUNK = 256
 
 
-def in_process(order: dict[str, object], places: list[Path]) -> dict[str, dict[str, object]]:
-    """Measure in a new process that finds packages in `places`; return what it found of each.
-
-    That is nothing where the process ends before it has found something; it says why.
-    """
-    try:
-        return children.asked(__file__, order, places=places)
-    except children.Ended as error:
-        print(error, file=sys.stderr)
-        return {}
-
-
 def run(options: argparse.Namespace) -> list[str]:
     """Measure every contender on every model, and write a file for each; return who has none."""
     now = datetime.now(UTC).isoformat(timespec="minutes")
     names = ("tokens", "prompt", "contexts", "rounds")
     sizes = {name: getattr(options, name) for name in names} | {"chunk": CHUNK, "threads": 1}
     versions = {"kvpact": kvpact.__version__, "transformers": transformers.__version__}
-    ended, chosen = [], options.only
-    for group in [chosen] if options.together else [[name] for name in chosen]:
-        known = {name: contender(name) for name in group}
-        installs = [installed(name, one.requires) for name, one in known.items()]
-        print(f"{', '.join(group)} …", flush=True)
-        load = options.about | versions | {"text": book_path().name, "run": now, **sizes}
-        order = {"names": group, "models": options.models, **sizes}
-        got = in_process(order, [place for place in installs if place])
-        ended += [name for name in group if name not in got]
-        for name in got:
-            one = known[name]
-            found = {"package": one.package, "changed": one.changed, "note": one.note}
-            options.out.mkdir(parents=True, exist_ok=True)
-            found |= got[name] | {"about": load | {"beside": group}}
-            text = json.dumps(found, indent=1)
-            (options.out / f"{name}.json").write_text(f"{text}\n", "utf-8")
+    about = options.about | versions | {"text": book_path().name, "run": now, **sizes}
+    ended = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        print(f"{name} …", flush=True)
+        one = contender(name)
+        place = installed(name, one.requires)
+        order = {"names": [name], "models": options.models, **sizes}
+        try:
+            got = children.asked(__file__, order, places=[place] if place else [])[name]
+        except children.Ended as error:
+            print(error, file=sys.stderr)
+            ended.append(name)
+            continue
+        found = {"package": one.package, "changed": one.changed, "note": one.note, **got}
+        text = json.dumps(found | {"about": about}, indent=1)
+        (options.out / f"{name}.json").write_text(f"{text}\n", "utf-8")
     return ended
 
 
@@ -80,7 +68,7 @@ def main() -> None:
         return
     options = runner.arguments(
         __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=768, prompt=1024,
-        contexts=[1024, 4096, 8000], rounds=5, together=False, out=RESULTS,
+        contexts=[1024, 4096, 8000], rounds=5, out=RESULTS,
     )  # fmt: skip
     ended = run(options)
     if ended:

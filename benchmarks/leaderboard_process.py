@@ -1,4 +1,4 @@
-"""Measures the caches of one contender, or of several side by side, in a process of its own.
+"""Measures the caches of contenders, in a process of its own.
 
 Packages install modules of the same names, so each has a folder of its own in PYTHONPATH.
 """

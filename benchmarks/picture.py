@@ -21,10 +21,9 @@ RESULTS = HERE / "results" / "leaderboard"
 OUT = HERE.parent / "docs" / "_static"
 
 INKS = {
-    "light": {"ink": "#1b1f24", "muted": "#5c6570", "grid": "#e1e5ea", "own": "#0060a8"},
-    "dark": {"ink": "#e6e9ed", "muted": "#a0a9b4", "grid": "#2c333b", "own": "#6cb6f5"},
+    "light": dict(ink="#1b1f24", muted="#5c6570", grid="#e1e5ea", own="#0060a8", peer="#b3541e"),
+    "dark": dict(ink="#e6e9ed", muted="#a0a9b4", grid="#2c333b", own="#6cb6f5", peer="#f0954f"),
 }
-PEER = {"light": "#b3541e", "dark": "#f0954f"}
 # The caches that are named, with where the words stand from the point, in points of type.
 LABELS = {
     "trellis:bits=2": ("kvpact trellis,\n2, 3 and 4 bits", (-6, -14), "right", "top"),
@@ -74,7 +73,7 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
     axes.plot(*zip(*joined, strict=True), "-", lw=2, color=inks["own"])
     own = {row.cache: row.own for row in rows}
     for name, (x, y) in points.items():
-        colour, form = (inks["own"], "o") if own[name] else (PEER[mode], "D")
+        colour, form = (inks["own"], "o") if own[name] else (inks["peer"], "D")
         axes.plot(x, y, form, ms=9 if own[name] else 7, color=colour, zorder=3)
         if name in LABELS:
             text, offset, across_at, down_at = LABELS[name]

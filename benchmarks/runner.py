@@ -62,15 +62,9 @@ def arguments(doc: str, *places: str, **defaults: Any) -> argparse.Namespace:
 
 
 def report(
-    options: argparse.Namespace,
-    name: str,
-    rows: Any,
-    body: str | Iterable[str],
-    told: Sequence[str] = (),
-    last: bool = True,
-    title: str = "",
-    **more: object,
-) -> None:
+    options: argparse.Namespace, name: str, rows: Any, body: str | Iterable[str],
+    told: Sequence[str] = (), last: bool = True, title: str = "", **more: object,
+) -> None:  # fmt: skip
     """Print a report, and write FOLDER/NAME.json and .md where --out names a folder.
 
     At its head stand the machine, the options in `told`, and `more`. `rows` are a list, or what the
@@ -117,12 +111,9 @@ def turn_of(*ring: Call, clock: Turn = time.perf_counter, warm: int = 0, best_of
 
 
 def in_turns(
-    turns: Mapping[str, Callable[[], T]],
-    rounds: int,
-    warm: int = 1,
-    back: bool = False,
+    turns: Mapping[str, Callable[[], T]], rounds: int, warm: int = 1, back: bool = False,
     rare: Callable[[dict[str, list[T]]], Collection[str]] = lambda _: (),
-) -> dict[str, list[T]]:
+) -> dict[str, list[T]]:  # fmt: skip
     """Return what each candidate returns, once a round, all taking turns; first come `warm` rounds.
 
     A noisy machine is noisy for all of them then. With `back` every second round goes backwards;
