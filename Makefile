@@ -110,19 +110,16 @@ bench: $(BUILT) $(DEV) ## speed, bytes and memory on this machine, targets besid
 	@$(PY) benchmarks/prompt.py --rounds 3 --tokens 512 2048 --past 4096 16384 --chunks 256 --out $(BENCH)
 	@$(PY) benchmarks/encode.py --out $(BENCH)
 	@$(PY) benchmarks/import_time.py
-	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
 	@$(PY) benchmarks/store.py
 	@$(PY) benchmarks/first_token.py
 	@$(PY) benchmarks/stored_prefix.py
 	@$(PY) benchmarks/latency.py --out $(BENCH)
 	@$(PY) benchmarks/prompt_share.py --out $(BENCH)
-	@$(PY) benchmarks/step.py --out $(BENCH)
 	@$(PY) benchmarks/calls.py --out $(BENCH)
 	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
 	@$(PY) benchmarks/process.py --dtypes float32 --threads 1 --tokens 512 4000 --runs 3 --out $(BENCH)
 	@$(PY) benchmarks/long_lived.py --runs 1 --out $(BENCH)
-	@$(PY) benchmarks/told.py
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 

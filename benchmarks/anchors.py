@@ -1,8 +1,6 @@
 """Attention over caches of 8 and 4 bits: kvpact beside ONNX Runtime, llama.cpp, OpenVINO and torch.
 
-    python benchmarks/anchors.py [--shapes A B C] [--tokens 2048 8192 32768] [--queries 1 256]
-        [--threads 1 2] [--peers kept onnxruntime ggml openvino] [--rounds 15] [--seconds .4]
-        [--longest 5] [--ring 96] [--out DIR]
+    python benchmarks/anchors.py [--shapes A B C] [--tokens 2048 8192 32768] [--queries 1 256] …
 
 One layer, random K, V and queries in fp32, which follow --tokens held ones. Each peer quantises K
 and V in its own way and attends by its own kernel. All take turns in each round; each has a ring of
@@ -14,28 +12,23 @@ build/peers/anchors, where ggml is compiled. Medians go to DIR/anchors.md, quart
 DIR/anchors.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
+import itertools
 import sys
 import time
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import runner
 import torch
 from anchors_case import Maker, Ring, case_of
-from attend_rounds import quartiles
 from leaderboard_contenders import installed
-from machine import about, head, save
+from runner import Row
 from torch import Tensor
 
-from kvpact.kernels.cpu import library
-
-Row = dict[str, Any]
 Work = tuple[str, int, int]
 """A shape, tokens that are held, and tokens that have queries."""
 SHAPES = {"A": (8, 4, 128), "B": (8, 8, 64), "C": (3, 3, 64)}
@@ -44,7 +37,8 @@ REQUIRES = (
     "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
     "ggml-python==0.0.45", "openvino==2026.4.1",
 )  # fmt: skip
-PEERS = ("kept", "onnxruntime", "ggml", "openvino")
+PACKAGES = ("kvpact", "onnxruntime", "ggml-python", "openvino")
+PEERS = dict(zip(("kept", "onnxruntime", "ggml", "openvino"), PACKAGES, strict=True))
 CLASSES = (
     ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),
     (
@@ -84,8 +78,7 @@ def cells(options: argparse.Namespace, work: Work, before: list[Row]) -> list[Ro
         makers |= import_module(f"anchors_{peer}").makers(case)
     rows: list[Row] = []
     errors: dict[str, float] = {}
-    for threads in options.threads:
-        torch.set_num_threads(threads)
+    for threads in runner.each_threads(options):
         place = {"shape": shape, "tokens": tokens, "queries": queries, "threads": threads}
         rings = {
             name: made(threads)
@@ -95,10 +88,9 @@ def cells(options: argparse.Namespace, work: Work, before: list[Row]) -> list[Ro
         times, outputs = in_turns(rings, options.rounds, options.seconds)
         errors |= {name: case.error(x) for name, x in outputs.items() if name not in errors}
         for name, found in times.items():
-            low, middle, high = (1e3 * x for x in quartiles(found))
+            low, middle, high = runner.quartiles(found, 1e3)
             told = {"ms": middle, "low": low, "high": high, "calls": len(found)}
             rows.append({**place, "what": name, **told, "error": errors[name]})
-        print(place, {name: f"{1e3 * median(x):.3g}" for name, x in times.items()}, flush=True)
     return rows
 
 
@@ -111,28 +103,28 @@ def expected(row: Row, before: list[Row]) -> float:
     return 0.0
 
 
-def report(rows: list[Row], found: dict[str, object]) -> str:
-    """Return the tables: a row per work and a column per candidate; the quickest ones are bold."""
+def tables(rows: list[Row]) -> list[str]:
+    """Return a row per work and a column per candidate; the quickest ones are bold."""
     names = [n for of in CLASSES for n in of if any(r["what"] == n for r in rows)]
-    lines = ["# Attention over caches of 8 and 4 bits", "", head(found)]
+    lines = []
     for queries in dict.fromkeys(r["queries"] for r in rows):
         some = [r for r in rows if r["queries"] == queries]
         keys = sorted({(r["shape"], r["tokens"], r["threads"]) for r in some})
         at = {(r["shape"], r["tokens"], r["threads"], r["what"]): r for r in some}
-        lines += ["", f"Milliseconds of {queries} {'query' if queries == 1 else 'queries'}:", ""]
-        lines += ["| heads, tokens, threads | " + " | ".join(f"`{n}`" for n in names) + " |"]
-        lines += ["|---" + "|--:" * len(names) + "|"]
+        lines += [f"Milliseconds of {queries} {'query' if queries == 1 else 'queries'}:", ""]
+        cells = []
         for key in keys:
             ms = {n: at[*key, n]["ms"] for n in names if (*key, n) in at}
             best = [min((n for n in of if n in ms), key=ms.get, default="") for of in CLASSES]
             told = [number(ms[n]) if n in ms else "–" for n in names]
             told = [f"**{x}**" if n in best else x for n, x in zip(names, told, strict=True)]
-            lines.append(f"| {said(key[0])}, {key[1]:,}, {key[2]} | " + " | ".join(told) + " |")
+            cells.append([f"{said(key[0])}, {key[1]:,}, {key[2]}", *told])
         errors = {n: max(r["error"] for r in some if r["what"] == n) for n in names}
-        lines.append("| largest error | " + " | ".join(f"{errors[n]:.1e}" for n in names) + " |")
+        cells.append(["largest error", *(f"{errors[n]:.1e}" for n in names)])
+        columns = ["heads, tokens, threads", *(f"`{n}`" for n in names)]
+        lines += [runner.table(columns, cells), ""]
     behind = [text for of in CLASSES[:2] for text in ahead(rows, of)]
-    lines += ["", "Ahead of kvpact at as many bits: " + ("; ".join(behind) or "nobody") + "."]
-    return "\n".join(lines) + "\n"
+    return [*lines, "Ahead of kvpact at as many bits: " + ("; ".join(behind) or "nobody") + "."]
 
 
 def ahead(rows: list[Row], of: tuple[str, ...]) -> list[str]:
@@ -167,34 +159,21 @@ def said(shape: str) -> str:
 
 def main() -> None:
     """Install, measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--queries", type=int, nargs="+", default=[1, 256])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.4)
-    parser.add_argument("--longest", type=float, default=5.0, help="seconds of a call")
-    parser.add_argument("--ring", type=int, default=96, help="megabytes of each candidate's ring")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = runner.arguments(
+        __doc__, shapes=SHAPES, tokens=[2048, 8192, 32768], queries=[1, 256], threads=[1, 2],
+        peers=PEERS, rounds=15, seconds=0.4, longest=5.0, ring=96, out=RESULTS,
+    )  # fmt: skip
     if options.peers != ["kept"]:
         sys.path.append(str(installed("anchors", REQUIRES)))
-    versions = {
-        name: version(name)
-        for peer, name in zip(PEERS[1:], ("onnxruntime", "ggml-python", "openvino"), strict=True)
-        if peer in options.peers
-    }
-    told = about(kvpact=version("kvpact"), level=library().level, **versions)
+    told = {PEERS[name]: version(PEERS[name]) for name in options.peers}
+    told |= {"level": runner.native_level(), "title": "Attention over caches of 8 and 4 bits"}
     rows: list[Row] = []
-    for queries in options.queries:
-        for shape in options.shapes:
-            for tokens in options.tokens:
-                rows += cells(options, (shape, tokens, queries), rows)
-                gc.collect()
-                save(options.out, "anchors", told, rows, report(rows, told))
-    print(report(rows, told))
+    works = [*itertools.product(options.queries, options.shapes, options.tokens)]
+    for number, (queries, shape, tokens) in enumerate(works, 1):
+        rows += cells(options, (shape, tokens, queries), rows)
+        gc.collect()
+        last = number == len(works)
+        runner.report(options, "anchors", rows, tables(rows), last=last, **told)
 
 
 if __name__ == "__main__":

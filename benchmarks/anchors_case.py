@@ -1,11 +1,10 @@
 """The work of `anchors.py`, and what a peer is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from attend_ours import copies
 from torch import Tensor
 
 Ring = list[Callable[[], Tensor]]
@@ -53,3 +52,9 @@ def case_of(heads: int, groups: int, dim: int, past: int, new: int, ring: int) -
     draw = torch.Generator().manual_seed(past + new)
     k, v = (torch.randn(heads, past + new, dim, generator=draw) for _ in "kv")
     return Case(k, v, torch.randn(heads * groups, new, dim, generator=draw), ring)
+
+
+def ring_of(case: Case, *held: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return K and V and as many copies of them as the ring needs."""
+    count = copies(sum(x.nbytes for x in held), case.ring)
+    return [held, *(tuple(x.clone() for x in held) for _ in range(count - 1))]

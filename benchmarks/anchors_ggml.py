@@ -1,7 +1,5 @@
 """The attention of llama.cpp, ggml's FLASH_ATTN_EXT, over caches in f16, q8_0 and q4_0."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any

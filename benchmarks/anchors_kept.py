@@ -1,10 +1,8 @@
 """kvpact's caches, and torch over exact K and V."""
 
-from __future__ import annotations
-
 import torch
-from anchors_case import Case, Maker, Ring
-from attend_ours import calls_of, copies, views_of
+from anchors_case import Case, Maker, Ring, ring_of
+from attend_ours import calls_of, views_of
 from attend_torch import grouped
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -23,8 +21,6 @@ def makers(case: Case) -> dict[str, Maker]:
 
 def _torch(case: Case, dtype: torch.dtype) -> Maker:
     k, v, q = (x[None].to(dtype) for x in (case.k, case.v, case.q))
-    count = copies(k.nbytes + v.nbytes, case.ring)
-    held = [(k, v)] + [(k.clone(), v.clone()) for _ in range(count - 1)]
     rows, mask = q.view(1, k.shape[1], -1, q.shape[3]), case.mask()
 
     def call(k: Tensor, v: Tensor) -> Tensor:
@@ -33,7 +29,7 @@ def _torch(case: Case, dtype: torch.dtype) -> Maker:
         found = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return found[0].transpose(0, 1)
 
-    return lambda threads: [lambda pair=pair: call(*pair) for pair in held]
+    return lambda threads: [lambda pair=pair: call(*pair) for pair in ring_of(case, k, v)]
 
 
 def _ours(case: Case, spec: str) -> Maker:

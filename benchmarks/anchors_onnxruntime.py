@@ -1,14 +1,11 @@
 """ONNX Runtime's GroupQueryAttention over fp32, int8 and int4 caches with a scale per channel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
 import onnxruntime
 import torch
-from anchors_case import Case, Maker, Ring
-from attend_ours import copies
+from anchors_case import Case, Maker, Ring, ring_of
 from onnx import TensorProto, helper
 from torch import Tensor
 
@@ -41,8 +38,7 @@ def quantised(x: Tensor, bits: int) -> tuple[Tensor, list[Tensor]]:
 
 def _maker(case: Case, bits: int) -> Maker:
     (k, k_scale), (v, v_scale) = (quantised(x, bits) for x in (case.k, case.v))
-    count = copies(k.nbytes + v.nbytes, case.ring)
-    held = [(k, v)] + [(k.clone(), v.clone()) for _ in range(count - 1)]
+    held = ring_of(case, k, v)
     rows = [x.transpose(0, 1).reshape(1, case.new, -1) for x in _new(case)]
     total = torch.tensor(case.k.shape[1], dtype=torch.int32)
     inputs = dict(zip("qkv", rows, strict=True))

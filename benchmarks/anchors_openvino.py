@@ -1,7 +1,5 @@
 """OpenVINO's PagedAttention over caches of 8 and 4 bits, which it fills itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -58,9 +56,9 @@ def _compiled(case: Case, name: str, threads: int) -> openvino.CompiledModel:
 
     scale, whole, real = opset13.constant(np.float32(dim**-0.5)), np.int32, np.float32
     inputs = [*given[:9], scale, none(whole, ()), none(real), given[9]]
-    inputs += [none(whole), none(whole), none(whole), none(real)]  # scores, rotation
+    inputs += [*(none(whole) for _ in range(3)), none(real)]  # scores, rotation
     inputs += [none(real), none(whole, ()), none(whole, ()), none(real)]  # sparsity, sinks
-    inputs += [none(whole, ()), none(whole), none(whole), none(whole), none(whole)]  # eviction
+    inputs += [none(whole, ()), *(none(whole) for _ in range(4))]  # eviction
     inputs += [none(np.uint8), none(whole)]  # bias
     node = _PagedAttentionExtension([x.output(0) for x in inputs])
     for side in "kv":

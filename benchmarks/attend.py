@@ -1,7 +1,6 @@
 """Decode attention over compressed caches, beside torch's and beside the speed of memory.
 
-    python benchmarks/attend.py [--short] [--avx2] [--tokens 1024 4096 …] [--shapes A B]
-                                [--threads 1 2] [--rounds 15] [--ring 96] [--out DIR]
+    python benchmarks/attend.py [--short] [--avx2] [--tokens 1024 4096 …] [--shapes A B] …
     python benchmarks/attend.py --linearity [--tokens 1024 2048 …] …
 
 One token's queries over T cached tokens of one layer, fp32. A: 32 query heads, 8 KV heads, D = 128;
@@ -14,118 +13,112 @@ ratios in this run are written to DIR/attend.json and attend.md. --short adds co
 fp32, bf16 and fp16, and the matmul compiled, over exact K and V. ``read`` is a plain read of as
 many bytes as the slots of the same spec have: nothing that uses them can be faster.
 
-Beside it, for information, stands torch in a process of its own whose libraries may not use bf16
-dot products, as on processors that have none; not where that changes nothing. With --avx2 our
-kernels use AVX2 alone, and so does torch in that process; files are named attend-avx2.
+With --avx2 our kernels use AVX2 alone, and so does torch, in a process of its own; files are named
+attend-avx2.
 
 --linearity takes the contexts of one candidate in turns, from 1k to 128k tokens, and writes
-DIR/linearity.json, linearity.md and linearity.png.
+DIR/linearity.json and linearity.md.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import os
-from contextlib import ExitStack
-from pathlib import Path
+import sys
 
-# Before torch is there: threads that spin slow down the other process, and so do compilers.
+# Before torch is there: compilers that run beside slow it down.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import children
+import runner
 import torch
 from attend_linearity import linearity
-from attend_ours import OURS, SHAPES, our_calls
-from attend_report import Row, markdown, rows_of
-from attend_rounds import measure, turn_of
-from attend_torch import AVX2, CAPS, NO_BF16, Capped, capped, torch_calls
-from machine import about, flags
+from attend_ours import OURS, SHAPES, our_calls, read_name
+from attend_torch import hopeless, is_torch, torch_calls
 
-from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu import library
-
-SHORT = [32, 64, 128, 256]
-TOKENS = [1024, 4096, 16384, 65536]
+SHORT, TOKENS = [32, 64, 128, 256], [1024, 4096, 16384, 65536]
 LONG = [1024 * 2**n for n in range(8)]
+AVX2 = {
+    "KVPACT_SIMD": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""Environment variables under which kvpact and torch compute as on a lesser processor."""
 
 
-def lesser(stack: ExitStack, avx2: bool) -> tuple[Capped | None, str | None]:
-    """Return torch with less of the processor, and what it lacks, where that is another torch."""
-    cap = AVX2 if avx2 else NO_BF16
-    if not avx2 and not flags() & {"avx512_bf16", "amx_bf16"}:
-        return None, None
-    other = stack.enter_context(capped(CAPS[cap]))
-    if not avx2 and not other.changes():
-        print(f"best torch {cap}: the same as best torch, left out")
-        return None, None
-    return other, cap
-
-
-def attention(options: argparse.Namespace, other: Capped | None, cap: str | None) -> list[Row]:
-    """Measure all candidates and print their tables."""
-    rows: list[Row] = []
+def attention(options: argparse.Namespace) -> list[runner.Row]:
+    """Measure all candidates."""
+    rows: list[runner.Row] = []
     for shape in options.shapes:
         for tokens in options.tokens:
             torch.set_num_threads(max(options.threads))
             ours = our_calls(tokens, shape, options.ring, options.only)
-            for threads in options.threads:
-                torch.set_num_threads(threads)
-                what = (tokens, shape, options.ring, not options.no_compile)
-                turns = {n: turn_of(c) for n, c in (torch_calls(*what) | ours).items()}
-                if other:
-                    there = other.prepare(threads, *what)
-                    turns |= {f"{name}, {cap}": turn for name, turn in there.items()}
-                times = measure(turns, options.rounds)
-                found = rows_of(times, cap, shape=shape, tokens=tokens, threads=threads)
-                print(markdown(found, {}, cap).partition("\n## ")[2], flush=True)
-                rows += found
+            for threads in runner.each_threads(options):
+                rings = torch_calls(tokens, shape, options.ring, not options.no_compile) | ours
+                turns = {name: runner.turn_of(*ring) for name, ring in rings.items()}
+                times = runner.in_turns(turns, options.rounds, warm=2, rare=hopeless)
+                rows += rows_of(times, shape=shape, tokens=tokens, threads=threads)
     return rows
 
 
-def arguments() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--short", action="store_true", help="32 to 256 tokens, too")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--ring", type=int, default=96, help="megabytes of each candidate's ring")
-    parser.add_argument("--only", nargs="+", choices=OURS, default=list(OURS))
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--avx2", action="store_true", help="our kernels at AVX2 alone")
-    parser.add_argument("--linearity", action="store_true", help="time per token over contexts")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
-    if options.tokens is None:
-        options.tokens = LONG if options.linearity else TOKENS
-    if options.short:
-        options.tokens = sorted({*SHORT, *options.tokens})
-    return options
+def rows_of(times: dict[str, list[float]], **where: object) -> list[runner.Row]:
+    """Return a row per candidate."""
+    medians = runner.medians(times)
+    best = min(filter(is_torch, medians), key=medians.get)
+    fused, rows = medians.get("fp16, fused"), []
+    for name, found in times.items():
+        low, middle, high = runner.quartiles(found, 1e3)
+        read = medians.get(read_name(name)) if name in OURS else None
+        row = {
+            "candidate": name,
+            "ms": middle,
+            "ms_quartiles": [low, high],
+            "ms_least": min(found) * 1e3,
+            "rounds": len(found),
+            "best_torch": best,
+            "times_best_torch": medians[best] / middle,
+            "times_fp16": fused / middle if fused else None,
+            "over_read": middle / read if read else None,
+        }
+        rows.append(where | row)
+    return rows
+
+
+def tables(rows: list[runner.Row]) -> list[str]:
+    """Return a table per shape, thread count and context."""
+    lines = []
+    columns = " | median ms | quartiles | x best torch | x own fp16 | over its read"
+    for key in dict.fromkeys((row["shape"], row["tokens"], row["threads"]) for row in rows):
+        part = [r for r in rows if (r["shape"], r["tokens"], r["threads"]) == key]
+        cells = []
+        for r in part:
+            ratios = [r[name] for name in ("times_best_torch", "times_fp16", "over_read")]
+            ends = "-".join(f"{x:.3f}" for x in r["ms_quartiles"])
+            numbers = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+            cells.append([r["candidate"], f"{r['ms']:.3f}", ends, *numbers])
+        lines += ["## {}, {} tokens, {} thread(s)".format(*key), ""]
+        lines += [f"Best torch: {part[0]['best_torch']}", "", runner.table(columns, cells), ""]
+    return lines
 
 
 def main() -> None:
     """Measure, print, and write the report."""
-    options = arguments()
-    if options.avx2:
-        os.environ["KVPACT_SIMD"] = "avx2"
-    try:
-        level = library().level
-    except BackendUnavailable as error:
-        raise SystemExit(f"no native kernels to measure: {error}") from None
-    found = about(level=level, rounds=options.rounds) | {"ring, MB": options.ring}
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.linearity:
-        linearity(options, found)
+    options = runner.arguments(
+        __doc__, tokens=[int], short=False, shapes=SHAPES, threads=[1, 2], rounds=15, ring=96,
+        only=OURS, no_compile=False, avx2=False, linearity=False, out=runner.BENCH,
+    )  # fmt: skip
+    if options.avx2 and not AVX2.items() <= os.environ.items():
+        print(children.fresh(__file__, *sys.argv[1:], environment=AVX2), end="")
         return
-    with ExitStack() as stack:
-        other, cap = lesser(stack, options.avx2)
-        rows = attention(options, other, cap)
-    path = options.out / ("attend-avx2" if options.avx2 else "attend")
-    written = {"about": found, "cap": cap, "rows": rows}
-    path.with_suffix(".json").write_text(json.dumps(written, indent=1))
-    path.with_suffix(".md").write_text(markdown(rows, found, cap))
-    print(f"written to {path}.json and .md")
+    options.tokens = options.tokens or (LONG if options.linearity else TOKENS)
+    if options.short:
+        options.tokens = sorted({*SHORT, *options.tokens})
+    told = {"level": runner.native_level(), "ring, MB": options.ring}
+    if options.linearity:
+        linearity(options, **told)
+        return
+    rows, name = attention(options), "attend-avx2" if options.avx2 else "attend"
+    told["title"] = "Decode attention"
+    runner.report(options, name, rows, tables(rows), ("rounds",), **told)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """kvpact's candidates of `attend.py`: rings of caches, and plain reads of the same bytes."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
+import runner
 import torch
+from runner import Call
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.cache.layer import CacheLayer
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
-from kvpact.testing.data import by_name
 
 SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width
 PAGED = "4 bits, paged"
@@ -29,7 +27,6 @@ OURS = {
     "centred 4": "turboquant:bits=4,center=64",
     PAGED: "turboquant:bits=4",
 }
-Call = Callable[[], object]
 
 
 def copies(size: int, ring: int) -> int:
@@ -58,10 +55,7 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     spec = OURS[name]
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     generator = torch.Generator().manual_seed(tokens)
-    cache = create_cache(spec, geometry, backend="cpu")
-    for start in range(0, tokens, 2048):
-        size = (1, heads, min(2048, tokens - start), dim)
-        cache.store(0, **by_name(*(torch.randn(size, generator=generator) for _ in "kv")))
+    cache = runner.filled(create_cache(spec, geometry, backend="cpu"), tokens)
     held = held_by(cache)
     if name == PAGED:
         count = copies(held, ring)
@@ -109,13 +103,13 @@ def reads(size: int, streams: int, ring: int) -> list[Call]:
     piece = size // streams
     shape, whole = (streams, piece // 4), torch.int32
     blocks = [torch.randint(1, 99, shape, dtype=whole) for _ in range(copies(size, ring))]
-    return [reading(block, piece // 4 * 4) for block in blocks]
-
-
-def reading(block: torch.Tensor, size: int) -> Call:
-    """Return a call that reads the rows of `block`, `size` bytes each."""
-    rows = [row.data_ptr() for row in block]
-    return lambda: library().read(rows, size, torch.get_num_threads()) or block
+    rows = [[row.data_ptr() for row in block] for block in blocks]
+    return [
+        lambda rows=rows, block=block: (
+            library().read(rows, shape[1] * 4, torch.get_num_threads()) or block
+        )
+        for rows, block in zip(rows, blocks, strict=True)
+    ]
 
 
 def paged_views(

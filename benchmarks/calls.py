@@ -11,19 +11,14 @@ stand what each further row of a batch costs a layer of vLLM's in a step, and th
 a second cache for the same model takes to make, and the first.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from types import FrameType
 
+import runner
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,11 +31,8 @@ from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.integrations.vllm.window import Row, WindowPool
 
-SPECS = ("trellis:bits=4", "turboquant:bits=4")
-LAYERS = 16
-PROMPT = 200
-MADE = 50
-ROWS = 9
+SPECS = ["trellis:bits=4", "turboquant:bits=4"]
+LAYERS, PROMPT, MADE, ROWS = 16, 200, 50, 9
 STEPS = {"step 1": (1, 1), "step 2": (2, 2), "later step": (49, 80)}
 """Names of the steps that are shown, and which after the prompt they are: of several the median."""
 PACKAGE = str(Path(kvpact.__file__).parent)
@@ -68,12 +60,11 @@ def calls_of(call: Callable[[], object]) -> Counter[str]:
 def bare(spec: str) -> Call:
     """Return what gives every layer of a new cache so many tokens."""
     cache = create_cache(spec, CacheGeometry(LAYERS, 2, 64, dtype=torch.float32))
-    generator = torch.Generator().manual_seed(0)
 
     def run(tokens: int) -> None:
         for layer in range(LAYERS):
-            k, v = (torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv")
-            cache.attend(layer, k=k, v=v, q=torch.randn(1, 4, tokens, 64, generator=generator))
+            k, v, q = torch.randn(8, tokens, 64)[None].split([2, 2, 4], 1)
+            cache.attend(layer, k=k, v=v, q=q)
 
     return run
 
@@ -119,63 +110,46 @@ def a_row_in_vllm() -> float:
         windows = WindowPool(64, count, tokens, ((2, 64), (2, 64)), dtype)
         layer, held = PagedLayer(form, native_plan(k, v, dtype), pages, windows), 0
         for new in (70, 1, 1, 1):
+            ends, pages_used = held + new, (held + new + 31) // 32
             rows = [
-                Row(
-                    i * new,
-                    (i + 1) * new,
-                    held,
-                    tuple(range(4 * i, 4 * i + (held + new + 31) // 32)),
-                )
+                Row(i * new, (i + 1) * new, held, tuple(range(4 * i, 4 * i + pages_used)))
                 for i in range(count)
             ]
             q, kv = torch.randn(count * new, 4, 64).to(dtype), torch.randn(count * new, 2, 64)
             given = (q, kv.to(dtype), kv.to(dtype), torch.empty_like(q), AttendConfig())
-            calls, held = (
-                calls_of(partial(layer.step, rows, *given)),
-                held + new,
-            )
+            calls, held = calls_of(partial(layer.step, rows, *given)), ends
         found.append(calls.total())
     return (found[1] - found[0]) / (ROWS - 1)
 
 
 def making() -> tuple[float, float]:
     """Return the milliseconds that the first cache of a process takes, and another one."""
-    model, times = tiny(), []
-    for _ in range(MADE):
-        begin = perf_counter()
-        cache = CompressedCache(model)
-        times.append((perf_counter() - begin) * 1000)
-        del cache
-    return times[0], statistics.median(times[1:])
+    turn = runner.turn_of(partial(CompressedCache, tiny()))
+    first, *others = (turn() * 1000 for _ in range(MADE))
+    return first, runner.quartiles(others)[1]
 
 
 def main() -> None:
     """Count, print, and write DIR/calls.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--spec", nargs="*", default=SPECS)
-    parser.add_argument("--functions", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, spec=SPECS, functions=False)
     first, next_one = making()
-    rows = {f"{way}, {spec}": measure(way, spec) for spec in options.spec for way in WAYS}
-    columns = "".join(f"{name:>12}" for name in ("prompt", *STEPS))
-    print(f"{'Python calls in kvpact per layer':36}{columns}")
-    for name, found in rows.items():
-        print(f"{name:36}" + "".join(f"{x.total() / LAYERS:12.1f}" for x in found.values()))
-        for function, calls in found["later step"].most_common() if options.functions else ():
-            print(f"    {calls / LAYERS:8.2f}  {function}")
+    found = {f"{way}, {spec}": measure(way, spec) for spec in options.spec for way in WAYS}
+    numbers = {
+        name: {part: calls.total() / LAYERS for part, calls in parts.items()}
+        for name, parts in found.items()
+    }
+    cells = [[name, *(f"{x:.1f}" for x in row.values())] for name, row in numbers.items()]
+    body = [runner.table(["Python calls in kvpact per layer", "prompt", *STEPS], cells), ""]
+    for name, parts in found.items() if options.functions else ():
+        body += ["", name, ""]
+        called = parts["later step"].most_common()
+        body += [f"    {calls / LAYERS:8.2f}  {function}" for function, calls in called]
     row = a_row_in_vllm()
-    print(f"each further row of a step in vLLM: {row:.1f} calls")
-    print(f"making a cache: {first:.2f} ms, then {next_one:.2f} ms")
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        numbers = {
-            name: {part: calls.total() / LAYERS for part, calls in found.items()}
-            for name, found in rows.items()
-        }
-        numbers["a further row in vLLM"] = {"later step": row}
-        numbers["making a cache, ms"] = {"first": first, "next": next_one}
-        (options.out / "calls.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    body += [f"each further row of a step in vLLM: {row:.1f} calls", ""]
+    body += [f"making a cache: {first:.2f} ms, then {next_one:.2f} ms"]
+    numbers["a further row in vLLM"] = {"later step": row}
+    numbers["making a cache, ms"] = {"first": first, "next": next_one}
+    runner.report(options, "calls", numbers, body)
 
 
 if __name__ == "__main__":

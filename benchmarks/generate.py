@@ -1,165 +1,139 @@
-"""Tokens per second and memory of a real model on a long context, beside transformers' own caches.
+"""Tokens per second of a real model on a long context, beside transformers' own caches.
 
-    python benchmarks/generate.py [--tokens 6000] [--rounds 15] [--threads 1 2] [--model smollm2]
-                                  [--only NAME …] [--out DIR]
+    python benchmarks/generate.py [--tokens 6000] [--rounds 15] [--threads 1 2] [--model smollm2] …
 
 The text goes through the model once, in chunks, into transformers' `DynamicCache`. Every cache then
-gets these keys and values in a process of its own that holds a model and nothing else, and all
-processes take turns, a token each; medians, quartiles and ratios in this run are written to
-DIR/generate.json and generate.md.
-
-Memory is the system's count. *Resident* is what the filled cache added to the process (nothing is
-given back to the system before it is read); *peak* how much more was resident at any time of a
-step: the peak (VmHWM) is set back right before it. *Cache* is the sum of the tensors' bytes.
+gets these keys and values, and a model of the same weights with the attention that is made for it;
+all take turns, a token each. Medians, quartiles and ratios in this run are written to
+DIR/generate.json and generate.md. *MB* are those of all tensors that a cache holds; what a process
+takes for it is measured by `process.py`.
 
 `QuantizedCache` (4 bits) needs optimum-quanto: `make bench-quanto`. It quantises its window of 128
 tokens with all the rest again every 128th step; no measured step does.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
-import json
-import multiprocessing
-import tempfile
-from contextlib import ExitStack
-from multiprocessing.context import ForkServerContext
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-# Before torch is there: idle threads of other processes must not spin.
-from attend_rounds import quartiles
-from generate_process import Candidate, prefill, serve
-from generate_report import Row, lines, markdown
-from machine import about
+import runner
+import torch
+from leaderboard_bytes import held_bytes
+from transformers import DynamicCache, QuantizedCache
 
-import kvpact
+from kvpact.integrations.transformers import CompressedCache
 from kvpact.spec import DEFAULT_SPEC
 
-TEXT = Path(kvpact.__file__).parent / "data" / "northanger_abbey.txt"
-FOUR, QUANTO = "turboquant:bits=4", "QuantizedCache"
-CANDIDATES = [
-    Candidate("DynamicCache", "fp32"),
-    Candidate("DynamicCache", "bf16"),
-    *(Candidate(FOUR, dtype) for dtype in ("fp32", "bf16")),
-    Candidate(DEFAULT_SPEC, "fp32"),
-    Candidate("turboquant:bits=3", "fp32"),
-    Candidate("int:bits=8", "fp32"),
-    Candidate(QUANTO, "fp32"),
-    Candidate(QUANTO, "bf16"),
-]
+FOUR, EXACT, QUANTO = "turboquant:bits=4", "DynamicCache", "QuantizedCache"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SPECS = (EXACT, FOUR, DEFAULT_SPEC, "turboquant:bits=3", "int:bits=8", QUANTO)
+CANDIDATES = {
+    f"{spec}, {dtype}": (spec, dtype)
+    for spec in SPECS
+    for dtype in (DTYPES if spec in (EXACT, FOUR, QUANTO) else ("fp32",))
+}
+TOKEN, CHUNK = torch.tensor([[5]]), 512
 
 
-def fresh() -> ForkServerContext:
-    """Return what makes processes that have imported what they need and done nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvpact.integrations.transformers"])
-    return context
+def made(spec: str, model: Any) -> Any:
+    """Return an empty cache of kvpact's, or of a class of transformers."""
+    if spec == EXACT:
+        return DynamicCache(config=model.config)
+    if spec == QUANTO:
+        return QuantizedCache("quanto", model.config, nbits=4)
+    return CompressedCache(model.config, spec)
 
 
-class Process:
-    """A cache in a process of its own."""
-
-    def __init__(self, model: str, candidate: Candidate, path: Path) -> None:
-        context = fresh()
-        self.pipe, there = context.Pipe()
-        self._process = context.Process(target=serve, args=(there, model, candidate, path))
-        self._process.start()
-        there.close()
-        try:
-            self.sizes = self.pipe.recv()
-        except EOFError:
-            raise SystemExit(f"{candidate.name}: its process ended, see above") from None
-
-    def ask(self, what: str) -> float:
-        """Return what the process answers."""
-        self.pipe.send(what)
-        return self.pipe.recv()
-
-    def close(self) -> None:
-        """End the process."""
-        self.pipe.close()
-        self._process.join()
+def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
+    """Return a cache that holds the keys and values of an exact one."""
+    warm, cache = made(spec, model), made(spec, model)
+    for _ in range(3):  # libraries make room for themselves, and quanto compiles
+        runner.forward(model, TOKEN, warm)
+    for index, layer in enumerate(exact.layers):
+        cache.update(*(x.to(model.dtype, copy=True) for x in (layer.keys, layer.values)), index)
+        if isinstance(cache, CompressedCache):
+            cache.memory_usage()  # stores what waits for its first use
+    return cache
 
 
-def measured(processes: dict[str, Process], threads: int, rounds: int) -> dict[str, list[float]]:
-    """Return seconds a token of each cache, all taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in processes}
-    for process in processes.values():
-        process.pipe.send(threads)
-    for index in range(rounds + 1):
-        for name, process in processes.items():
-            found = process.ask("step")
-            if index:  # the first round warms up
-                times[name].append(found)
-    return times
-
-
-def arguments() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=6000)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--model", default="smollm2")
-    names = [candidate.name for candidate in CANDIDATES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    return parser.parse_args()
-
-
-def wanted(names: list[str]) -> list[Candidate]:
-    """Return the candidates of these names that can run here."""
-    found = [candidate for candidate in CANDIDATES if candidate.name in names]
-    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
-        return found
-    print("QuantizedCache is left out: optimum-quanto is not installed (make bench-quanto)")
-    return [candidate for candidate in found if candidate.spec != QUANTO]
-
-
-def exact(options: argparse.Namespace, path: Path) -> None:
-    """Compute the keys and values of the text, in a process of its own."""
-    text = TEXT.read_text("utf-8")[: 8 * options.tokens]
-    what = (options.model, text, options.tokens, path, max(options.threads))
-    process = fresh().Process(target=prefill, args=what)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit("the exact keys and values could not be computed")
-
-
-def rows_of(options: argparse.Namespace, folder: Path, stack: ExitStack) -> list[Row]:
+def rows_of(options: argparse.Namespace) -> list[runner.Row]:
     """Return a row per thread count and candidate."""
-    path, processes = folder / "exact.safetensors", {}
-    print(f"computing {options.tokens} tokens …", flush=True)
-    exact(options, path)
-    for candidate in wanted(options.only):
-        print(f"filling {candidate.name} …", flush=True)
-        processes[candidate.name] = Process(options.model, candidate, path)
-        stack.callback(processes[candidate.name].close)
-    peaks = {name: process.ask("peak") for name, process in processes.items()}
-    rows = []
-    for threads in options.threads:
-        for name, found in measured(processes, threads, options.rounds).items():
-            low, middle, high = (value * 1e3 for value in quartiles(found))
+    names, models, sizes, turns, rows = options.only, {}, {}, {}, []
+    if not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto")):
+        print("QuantizedCache is left out: optimum-quanto is not installed (make bench-quanto)")
+        names = [name for name in names if not name.startswith(QUANTO)]
+    for dtype, kind in DTYPES.items():
+        models[dtype], ids = runner.book(options.model, options.tokens, dtype=kind)
+    torch.set_num_threads(max(options.threads))
+    exact = DynamicCache(config=models["fp32"].config)
+    for part in ids.split(CHUNK, 1):
+        runner.forward(models["fp32"], part, exact)
+    for name in names:
+        spec, dtype = CANDIDATES[name]
+        model = runner.twin(models[dtype])  # a compressed cache sets its model's attention
+        cache = filled(spec, model, exact)
+        ours = isinstance(cache, CompressedCache)
+        sizes[name] = cache.memory_usage() if ours else held_bytes(cache)
+        turns[name] = runner.turn_of(partial(runner.forward, model, TOKEN, cache))
+    for threads in runner.each_threads(options):
+        for name, found in runner.in_turns(turns, options.rounds).items():
+            low, middle, high = runner.quartiles(found, 1e3)
             row = {"threads": threads, "candidate": name, "ms": middle, "ms_quartiles": [low, high]}
-            rows.append(row | processes[name].sizes | {"peak": peaks[name]})
+            rows.append(row | {"cache": sizes[name]})
     return rows
+
+
+def lines(rows: list[runner.Row]) -> list[str]:
+    """Return a sentence per thread count and candidate of 4 bits, with the targets."""
+    found = []
+    for threads in dict.fromkeys(row["threads"] for row in rows):
+        part = {row["candidate"]: row for row in rows if row["threads"] == threads}
+        for name in (x for x in part if x.startswith(FOUR)):
+            says = [f"{threads} thread(s), {name}"]
+            for start, target in ((EXACT, 1), (QUANTO, 2)):
+                others = [row for other, row in part.items() if other.startswith(start)]
+                if other := min(others, key=lambda row: row["ms"], default=None):
+                    ratio = other["ms"] / part[name]["ms"]
+                    holds = "yes" if ratio >= target else "no"
+                    says.append(f"{ratio:.2f} x {other['candidate']} (at least {target}: {holds})")
+            if exact := part.get(f"{EXACT}, fp32"):
+                share = part[name]["cache"] / exact["cache"]
+                holds = "yes" if share <= 0.15 else "no"
+                says.append(f"{share:.3f} of fp32's cache bytes (at most .15: {holds})")
+            found.append("; ".join(says))
+    return found
+
+
+def tables(rows: list[runner.Row]) -> list[str]:
+    """Return a table per thread count, and the lines."""
+    body = []
+    for threads in dict.fromkeys(row["threads"] for row in rows):
+        part = [row for row in rows if row["threads"] == threads]
+        first, cells = part[0], []
+        for r in part:
+            share = r["cache"] / first["cache"]
+            numbers = (1e3 / r["ms"], first["ms"] / r["ms"], r["cache"] / 1e6, share)
+            ms = runner.spread(r["ms_quartiles"], ".1f", r["ms"])
+            forms = (".1f", ".2f", ".1f", ".3f")
+            cells.append([r["candidate"], ms, *map(format, numbers, forms)])
+        name = first["candidate"]
+        columns = f"cache, model's dtype | ms a token | tokens/s | times {name} | MB | of {name}"
+        body += [f"## {threads} thread(s)", "", runner.table(columns, cells), ""]
+    return [*body, "## Targets", "", *(f"- {line}" for line in lines(rows))]
 
 
 def main() -> None:
     """Measure, print, and write the report."""
-    options = arguments()
-    head = about(model=options.model, tokens=options.tokens, rounds=options.rounds)
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        rows = rows_of(options, folder, stack)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "generate"
-    written = {"about": head, "rows": rows, "lines": lines(rows, FOUR)}
-    path.with_suffix(".json").write_text(json.dumps(written, indent=1))
-    path.with_suffix(".md").write_text(markdown(rows, head, FOUR))
-    print(markdown(rows, head, FOUR) + f"\nwritten to {path}.json and .md")
+    options = runner.arguments(
+        __doc__, tokens=6000, rounds=15, threads=[1, 2], model="smollm2", only=CANDIDATES,
+        out=runner.BENCH,
+    )  # fmt: skip
+    with torch.no_grad():
+        rows = rows_of(options)
+    found, title = {"rows": rows, "lines": lines(rows)}, "A token of a real model on a long context"
+    told = ("model", "tokens", "rounds")
+    runner.report(options, "generate", found, tables(rows), told, title=title)
 
 
 if __name__ == "__main__":

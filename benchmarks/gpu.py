@@ -1,7 +1,6 @@
 """Attention, prompts, encoding and a whole model on a CUDA device, beside exact caches.
 
-    python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64]
-        [--parts decode latent prompt encode model] [--rounds 30] [--out DIR]
+    python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64] …
 
 *decode*: a step's attention over so many tokens and rows, 32 query heads, 8 KV heads of 128, bf16,
 each work captured as a graph, all in turns; the ratio is that of the fastest exact kernel's median
@@ -10,40 +9,31 @@ latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed past. *encode*: 
 into slots. *model*: a Llama of SmolLM2's shape with random weights, end to end beside
 `DynamicCache`, called as ever and as a graph; before its steps what the prompt took of the device,
 the peak of what was allocated, and of what torch reserved, which is what others can't have.
+--memory are the most gigabytes of exact K and V; with --dry it runs without a GPU, too.
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import runner
 import torch
-from gpu_exact import exact_kernels
-from gpu_timing import (
-    DEVICE,
-    bandwidth,
-    captured,
-    forget,
-    microseconds,
-    peak_memory,
-    reserved_memory,
-    summary,
-)
-from machine import about, head, save
+from gpu_exact import Works, exact_kernels
+from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peaks_of, summary
+from runner import Row
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import AttendCall
 
-Row = dict[str, Any]
 SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis:bits=4"]
 SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
 Q_HEADS, HEADS, DIM = 32, 8, 128
+GEOMETRY = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
 PIECE = 4096
 WHOLE = AttendConfig(is_causal=False)
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -66,31 +56,44 @@ def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
     return cache
 
 
-def decode(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def random(*shape: int) -> torch.Tensor:
+    """Return random numbers in bf16."""
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def beside(
+    options: argparse.Namespace, part: str, shape: str, works: Works, exact_bytes: int,
+    q: torch.Tensor, held: tuple[CacheGeometry, int, int], config: AttendConfig = WHOLE,
+    capture: Callable[[Any], Any] = captured, general: bool = False,
+) -> Iterator[Row]:  # fmt: skip
+    """Measure attention over caches of each spec beside works over exact K and V, all in turns."""
+    exact, kept = set(works), []
+    works = {name: capture(work) for name, work in works.items()}
+    nbytes = dict.fromkeys(works, exact_bytes)
+    for spec in options.specs:
+        cache = filled(spec, *held)
+        if capture is captured and (reason := not_by_kernels(cache)):
+            print(f"{part}, {shape}, {spec}: left out, {reason}", flush=True)
+            continue
+        kept.append(cache)
+        works[spec] = capture(attention(cache, q, config))
+        if general:
+            works[spec + GENERAL] = capture(generally(cache, q))
+        nbytes |= dict.fromkeys((spec, spec + GENERAL), cache.memory_usage())
+    yield from table(options, part, shape, works, nbytes, exact)
+    del works, kept
+    forget()
+
+
+def decode(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a decode step's attention."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    for batch in options.batch:
-        for tokens in options.tokens:
-            exact_bytes = 4 * batch * HEADS * tokens * DIM
-            if exact_bytes > options.memory * 1e9:
-                continue
-            make = dict(device=DEVICE, dtype=torch.bfloat16)
-            q = torch.randn(batch, Q_HEADS, 1, DIM, **make)
-            k = torch.randn(batch, HEADS, tokens, DIM, **make)
-            works = {n: captured(w) for n, w in exact_kernels(q, k, torch.randn_like(k)).items()}
-            nbytes = dict.fromkeys(works, exact_bytes)
-            exact = set(works)
-            kept = []
-            for spec in options.specs:
-                cache = filled(spec, geometry, batch, tokens)
-                kept.append(cache)
-                works[spec] = captured(attention(cache, q))
-                nbytes[spec] = cache.memory_usage()
-                works[spec + GENERAL] = captured(generally(cache, q))
-                nbytes[spec + GENERAL] = cache.memory_usage()
-            yield from table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
-            del works, kept, k
-            forget()
+    for batch, tokens in itertools.product(options.batch, options.tokens):
+        size, shape = 4 * batch * HEADS * tokens * DIM, f"{batch} x {tokens}"
+        if size <= options.memory * 1e9:
+            q, k = random(batch, Q_HEADS, 1, DIM), random(batch, HEADS, tokens, DIM)
+            exact, held = exact_kernels(q, k, torch.randn_like(k)), (GEOMETRY, batch, tokens)
+            yield from beside(options, "decode", shape, exact, size, q, held, general=True)
+            del k, exact
 
 
 def attention(
@@ -132,21 +135,23 @@ def not_by_kernels(cache: Any) -> str:
 
 
 def table(
-    part: str,
-    shape: str,
-    works: dict[str, Any],
-    nbytes: dict[str, int],
-    exact: set[str],
-    read: float,
-    options: argparse.Namespace,
-) -> Iterator[Row]:
+    options: argparse.Namespace, part: str, shape: str, works: Works, nbytes: dict[str, int],
+    exact: Collection[str] = (),
+) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
     found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
     best = min((found[name]["us"] for name in exact), default=float("nan"))
     for name, row in found.items():
         speed = nbytes[name] / row["us"] * 1e6
-        more = {"bytes/s": speed, "of read bandwidth": speed / read, "ratio": best / row["us"]}
-        made = {"part": part, "shape": shape, "what": name, **row, **more}
+        more = {"bytes/s": speed, "of read bandwidth": speed / options.read}
+        made = {
+            "part": part,
+            "shape": shape,
+            "what": name,
+            **row,
+            **more,
+            "ratio": best / row["us"],
+        }
         print(line(made), flush=True)
         yield made
 
@@ -161,67 +166,45 @@ def line(r: Row) -> str:
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
 
 
-def encode(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def encode(options: argparse.Namespace) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    x = torch.randn(1, HEADS, 16384, DIM, device=DEVICE, dtype=torch.bfloat16)
+    x = random(1, HEADS, 16384, DIM)
     for spec in options.specs:
-        cache = create_cache(spec, geometry, check="deferred")
+        cache = create_cache(spec, GEOMETRY, check="deferred")
         cache.store(0, k=x, v=x)
 
         def work(cache: Any = cache) -> None:
             cache.reset()
             cache.store(0, k=x, v=x)
 
-        yield from table(
-            "encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options
-        )
+        yield from table(options, "encode", "16384", {spec: work}, {spec: 2 * x.nbytes})
 
 
-def prompt(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def prompt(options: argparse.Namespace) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
-    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
     for tokens in options.tokens:
-        make = dict(device=DEVICE, dtype=torch.bfloat16)
-        q = torch.randn(1, Q_HEADS, 512, DIM, **make)
-        k = torch.randn(1, HEADS, tokens, DIM, **make)
-        v = torch.randn_like(k)
-        works = {"torch sdpa": partial(SDPA, q, k, v, enable_gqa=True)}
-        nbytes = {"torch sdpa": 4 * HEADS * tokens * DIM}
-        for spec in options.specs:
-            cache = filled(spec, geometry, 1, tokens)
-            works[spec] = attention(cache, q)
-            nbytes[spec] = cache.memory_usage()
-        yield from table(
-            "chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options
-        )
+        q, k = random(1, Q_HEADS, 512, DIM), random(1, HEADS, tokens, DIM)
+        works = {"torch sdpa": partial(SDPA, q, k, torch.randn_like(k), enable_gqa=True)}
+        held, size = (GEOMETRY, 1, tokens), 4 * HEADS * tokens * DIM
+        given = "chunk", f"512 over {tokens}", works, size, q, held
+        yield from beside(options, *given, capture=lambda work: work)
 
 
-def latent(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def latent(options: argparse.Namespace) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
-    for batch in options.batch:
-        for tokens in options.tokens:
-            make = dict(device=DEVICE, dtype=torch.bfloat16)
-            q = torch.randn(batch, LATENT_HEADS, 1, LATENT + ROPE, **make)
-            c = torch.randn(batch, 1, tokens, LATENT + ROPE, **make)
-            rows_q, values = q.transpose(1, 2), c[..., :LATENT]
-            matmul = captured(
-                lambda a=rows_q, c=c, v=values: (
-                    torch.softmax(a @ c.mT * config.softmax_scale, -1) @ v
-                )
-            )
-            works, nbytes = {"torch matmul": matmul}, {"torch matmul": c.nbytes}
-            shape = f"{batch} x {tokens}"
-            for spec in options.specs:
-                cache = filled(spec, geometry, batch, tokens)
-                if reason := not_by_kernels(cache):
-                    print(f"latent, {shape}, {spec}: left out, {reason}", flush=True)
-                    continue
-                works[spec] = captured(attention(cache, q, config))
-                nbytes[spec] = cache.memory_usage()
-            yield from table("latent", shape, works, nbytes, {"torch matmul"}, read, options)
+    for batch, tokens in itertools.product(options.batch, options.tokens):
+        q = random(batch, LATENT_HEADS, 1, LATENT + ROPE)
+        c = random(batch, 1, tokens, LATENT + ROPE)
+
+        def matmul(q=q, c=c) -> torch.Tensor:
+            scores = q.transpose(1, 2) @ c.mT * config.softmax_scale
+            return torch.softmax(scores, -1) @ c[..., :LATENT]
+
+        held, works = (geometry, batch, tokens), {"torch matmul": matmul}
+        given = "latent", f"{batch} x {tokens}", works, c.nbytes, q, held, config
+        yield from beside(options, *given)
 
 
 def random_model(layers: int) -> Any:
@@ -250,7 +233,7 @@ def options_by_layer() -> None:
     facts.get_layer_types_and_kwargs = by_layer
 
 
-def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
+def model(options: argparse.Namespace) -> Iterator[Row]:
     """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
 
@@ -280,16 +263,12 @@ def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
             works[name] = lambda n=network, c=cache, s=step: n(s, **named(c))
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
-            peaks[name] = peak_memory()
-            reserved, most = reserved_memory()
-            made = {"part": "model memory", "shape": str(tokens), "what": name}
-            made |= {"allocated": peaks[name], "reserved": reserved, "peak": most}
+            made = {"part": "model memory", "shape": str(tokens), "what": name, **peaks_of()}
+            peaks[name] = made["allocated"]
             print(line(made), flush=True)
             yield made
         with torch.no_grad():
-            yield from table(
-                "model step", str(tokens), works, peaks, {"DynamicCache"}, read, options
-            )
+            yield from table(options, "model step", str(tokens), works, peaks, ["DynamicCache"])
 
 
 PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode, "model": model}
@@ -297,35 +276,27 @@ PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode,
 
 def main() -> None:
     """Measure, print, and write DIR/gpu.json and DIR/gpu.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--specs", nargs="+", default=SPECS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=30, help="Of the model.")
-    parser.add_argument("--memory", type=float, default=60, help="Most gigabytes of exact K and V.")
-    parser.add_argument("--dry", action="store_true", help="Run without a GPU, too.")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = runner.arguments(
+        __doc__, specs=SPECS, tokens=[4096, 16384, 65536, 131072], batch=[1, 8, 64], parts=PARTS,
+        rounds=30, layers=30, memory=60.0, dry=False,
+    )  # fmt: skip
     if DEVICE == "cpu" and not options.dry:
         sys.exit("no CUDA device is there; nothing was measured")
     import triton
 
     speeds = bandwidth(options.rounds)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
-    gpu = {"gpu": name, "cuda": torch.version.cuda}
-    told = {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
-    found = about(**gpu, triton=triton.__version__, **told)
+    told = {"gpu": name, "cuda": torch.version.cuda, "triton": triton.__version__}
+    options.read = speeds["read"]
+    told |= {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
     columns = ("part", "shape", "what", "us (quartiles)", "TB/s", "of read", "over exact")
-    lines = [head(found), "", "| " + " | ".join(columns) + " |", "|---|---|---|--:|--:|--:|--:|"]
-    print("\n".join(lines), flush=True)
+    first = runner.table(columns, [], 3)
+    print(runner.head(options.about | told), first, sep="\n\n", flush=True)
     rows: list[Row] = []
     for part in options.parts:
-        for row in PARTS[part](options, speeds["read"]):
-            rows.append(row)
-            if options.out:  # each time: a later one may fail
-                save(options.out, "gpu", found, rows, "\n".join([*lines, *map(line, rows)]) + "\n")
+        for row in PARTS[part](options):
+            rows.append(row)  # and written each time: a later one may fail
+            runner.report(options, "gpu", rows, [first, *map(line, rows)], last=False, **told)
 
 
 if __name__ == "__main__":

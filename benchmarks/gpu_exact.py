@@ -1,7 +1,5 @@
 """Attention over exact K and V by whatever kernels are installed, for a decode step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any

@@ -3,13 +3,12 @@
 Without a device works run as they are, so that a dry run can show that they run.
 """
 
-from __future__ import annotations
-
-import statistics
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
+import runner
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,21 +56,19 @@ def microseconds(works: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
     """Return the times of works that take turns; the second-level cache is flushed between them."""
     warm, flush = (WARM, CACHE_BYTES) if DEVICE == "cuda" else (0, 0)
     room = torch.empty(flush, dtype=torch.int8, device=DEVICE)
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + warm):
-        for name, work in works.items():
-            room.zero_()
-            found = timed(work)
-            if turn >= warm:
-                times[name].append(found)
-    return times
+
+    def turn(work: Callable[[], Any]) -> float:
+        room.zero_()
+        return timed(work)
+
+    return runner.in_turns(
+        {name: partial(turn, work) for name, work in works.items()}, rounds, warm
+    )
 
 
 def summary(times: list[float]) -> dict[str, float]:
     """Return the median and the quartiles."""
-    if len(times) == 1:
-        times = times * 2
-    low, middle, high = statistics.quantiles(times, n=4)
+    low, middle, high = runner.quartiles(times)
     return {"us": middle, "low": low, "high": high}
 
 
@@ -92,16 +89,15 @@ def forget() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_memory() -> int:
-    """Return the most bytes that were allocated at a time; 0 without a device."""
-    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+def peaks_of() -> dict[str, int]:
+    """Return the most bytes that were allocated at a time, and what torch reserves; 0 on a CPU.
 
-
-def reserved_memory() -> tuple[int, int]:
-    """Return the bytes that torch holds of the device now, and the most of them; 0 without one.
-
-    What `nvidia-smi` shows: free blocks between those in use are among them.
+    What is reserved now, and at its peak, is what `nvidia-smi` shows: free blocks between those in
+    use are among them.
     """
-    if DEVICE != "cuda":
-        return 0, 0
-    return torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+    cuda = torch.cuda if DEVICE == "cuda" else None
+    return {
+        "allocated": cuda.max_memory_allocated() if cuda else 0,
+        "reserved": cuda.memory_reserved() if cuda else 0,
+        "peak": cuda.max_memory_reserved() if cuda else 0,
+    }

@@ -1,21 +1,14 @@
 """Bytes that caches hold at every length, beside those of an exact cache of the same dtype.
 
-    python benchmarks/held_bytes.py [--tokens 4096] [--dtype bfloat16]
-        [--out benchmarks/results/bytes]
+    python benchmarks/held_bytes.py [--tokens 4096] [--dtype bfloat16] …
 
 A layer of each model's shape gets one token after the other. `memory_usage` counts every tensor,
 room and what is learnt included; an exact cache holds K and V, and nothing else. Printed are the
 largest share of its bytes at any length, and the share at some lengths.
 """
 
-from __future__ import annotations
-
-import argparse
-from pathlib import Path
-from typing import Any
-
+import runner
 import torch
-from machine import about, head, save
 
 from kvpact import CacheGeometry, create_cache
 
@@ -26,8 +19,6 @@ SPECS = (
     "int:bits=8",
 )
 SHOWN = (1, 64, 96, 128, 256, 512, 1024, 4096)
-
-Row = dict[str, Any]
 
 
 def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> list[float]:
@@ -42,53 +33,22 @@ def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> 
     return found
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure every spec on layers of both shapes."""
-    dtype = getattr(torch, options.dtype)
-    return [
-        {"model": model, "spec": spec, "shares": shares(spec, *shape, options.tokens, dtype)}
-        for model, shape in MODELS.items()
-        for spec in SPECS
-    ]
-
-
-def markdown(rows: list[Row], found: dict[str, object], tokens: int) -> str:
-    """Return a table."""
-    lengths = [count for count in SHOWN if count <= tokens]
-    names = " | ".join(f"{count:,}" for count in lengths)
-    lines = [head(found), "", f"| model | spec | largest share | {names} |"]
-    lines.append("|---|---|" + "--:|" * (len(lengths) + 1))
-    for row in rows:
-        held = row["shares"]
-        at = " | ".join(f"{held[count - 1]:.3f}" for count in lengths)
-        lines.append(f"| {row['model']} | `{row['spec']}` | {max(held):.3f} | {at} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     """Measure and print; write DIR/held_bytes.json and .md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, tokens=4096, dtype="bfloat16")
     torch.set_num_threads(1)
-    found = about(dtype=options.dtype)
-    with torch.no_grad():
-        rows = measure(options)
-    report = markdown(rows, found, options.tokens)
-    print(report)
-    if options.out:
-        brief = [
-            {
-                "model": row["model"],
-                "spec": row["spec"],
-                "largest": round(max(row["shares"]), 4),
-                "shares": {n: round(row["shares"][n - 1], 4) for n in SHOWN if n <= options.tokens},
-            }
-            for row in rows
-        ]
-        save(options.out, "held_bytes", found, brief, report)
+    lengths = [count for count in SHOWN if count <= options.tokens]
+    rows, cells = [], []
+    for model, shape in MODELS.items():
+        for spec in SPECS:
+            found = shares(spec, *shape, options.tokens, getattr(torch, options.dtype))
+            at = {count: round(found[count - 1], 4) for count in lengths}
+            row = {"model": model, "spec": spec, "largest": round(max(found), 4), "shares": at}
+            rows.append(row)
+            numbers = (f"{x:.3f}" for x in (row["largest"], *at.values()))
+            cells.append([model, f"`{spec}`", *numbers])
+    columns = ["model", "spec", "largest share", *(f"{count:,}" for count in lengths)]
+    runner.report(options, "held_bytes", rows, runner.table(columns, cells, 2), ("dtype",))
 
 
 if __name__ == "__main__":

@@ -11,14 +11,9 @@ computes them, and top-k. All take turns; medians. The last column is how often 
 long.
 """
 
-from __future__ import annotations
-
-import argparse
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
+import runner
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
@@ -28,16 +23,15 @@ from kvpact.quantizers.channels import to_integers
 HEADS, LATENT, ROPE, INDEX_HEADS, WIDTH = 16, 512, 64, 64, 128
 
 
-def turns(spec: str, tokens: int, chosen: int) -> dict[str, Callable[[], object]]:
+def calls(spec: str, tokens: int, chosen: int) -> dict[str, runner.Call]:
     """Return what is measured, by name."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    cache = create_cache(spec, CacheGeometry.mla(1, LATENT, ROPE, torch.float32))
-    for _ in range(0, tokens, 4096):
-        cache.store(0, k=random(1, 1, 4096, LATENT), v=random(1, 1, 4096, ROPE))
+    geometry = CacheGeometry.mla(1, LATENT, ROPE, torch.float32)
+    cache = runner.filled(create_cache(spec, geometry), tokens, 4096)
     step = cache.store(0, k=random(1, 1, 1, LATENT), v=random(1, 1, 1, ROPE))
     q = random(1, HEADS, 1, LATENT + ROPE)
     keys = random(1, tokens + 1, WIDTH)
@@ -67,27 +61,11 @@ def turns(spec: str, tokens: int, chosen: int) -> dict[str, Callable[[], object]
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--chosen", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--spec", default="turboquant:bits=4")
-    parser.add_argument("--rounds", type=int, default=21)
-    options = parser.parse_args()
+    sizes = {"tokens": 32768, "chosen": 2048, "spec": "turboquant:bits=4"}
+    options = runner.arguments(__doc__, **sizes, threads=1, rounds=21)
     torch.set_num_threads(options.threads)
-    calls = turns(options.spec, options.tokens, options.chosen)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(options.rounds + 2):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if number >= 2:
-                times[name].append(time.perf_counter() - start)
-    full = statistics.median(times["full"])
-    print(f"{options.spec}, {options.chosen} of {options.tokens} tokens, {options.threads} threads")
-    for name, found in times.items():
-        median = statistics.median(found)
-        print(f"{name:>14}{median * 1e3:>9.2f} ms{full / median:>7.2f}")
+    found = calls(options.spec, options.tokens, options.chosen)
+    runner.compare(options, "indexed_attention", found, "full", [*sizes, "threads"])
 
 
 if __name__ == "__main__":

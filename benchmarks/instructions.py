@@ -12,11 +12,7 @@ which knows no AVX-512: that level is stepped through (ptrace), on processors th
 counted by QEMU, without what the C library does. Written to DIR/instructions.json and .md.
 """
 
-from __future__ import annotations
-
-import argparse
 import itertools
-import json
 import re
 import subprocess
 import sys
@@ -24,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import runner
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
@@ -46,11 +43,7 @@ ATTEND = {
     "centred 4": "turboquant:bits=4,center=64",
     "fp16": "none:dtype=fp16",
 }
-ENCODE = {
-    "4 bits": "turboquant:bits=4",
-    "8 bits": "int:bits=8",
-    "kivi 4": "kivi:bits=4",
-}
+ENCODE = {name: ATTEND[name] for name in ("4 bits", "8 bits", "kivi 4")}
 LENGTHS = (256, 512)
 COUNTS, HEADS = (32, 64), 6  # rows times heads of `encode_compare`
 LEVELS = {"none": "base", "neon": "NEON", "avx2": "AVX2", "avx512": "AVX-512"}
@@ -99,11 +92,8 @@ def profiled(driver: Path, cases: Path, level: str, folder: Path) -> list[int]:
 
 def stepped(driver: Path, cases: Path, level: str) -> list[int]:
     """Return the instructions of each case, by stepping; nothing without such a processor."""
-    if level not in library().levels:
-        return []
-    return [
-        int(x) for x in told(str(driver), str(cases), "--level", level, "--run", "steps").split()
-    ]
+    words = str(driver), str(cases), "--level", level, "--run", "steps"
+    return [*map(int, told(*words).split())] if level in library().levels else []
 
 
 def emulated(driver: Path, cases: Path, count: int) -> list[int]:
@@ -134,11 +124,8 @@ def told(*command: str) -> str:
 
 def main() -> None:
     """Count and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("driver", type=Path)
-    parser.add_argument("neon_driver", type=Path)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "attend")
-    options = parser.parse_args()
+    drivers, out = ("driver", "neon_driver"), ROOT / "benchmarks" / "results" / "attend"
+    options = runner.arguments(__doc__, *drivers, **dict.fromkeys(drivers, Path), out=out)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cases = Path(folder) / "cases"
@@ -158,28 +145,20 @@ def main() -> None:
         "QEMU": told("qemu-aarch64", "--version").splitlines()[0].split(" version ")[1],
         "compiler": told("c++", "--version").splitlines()[0],
     }
-    lines = [
-        "# Instructions",
-        "",
-        "Counted by `make callgrind`: attention per token and KV head, all query rows of the head",
-        "together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of",
-        "128. What a call costs is taken off. Valgrind knows no AVX-512: that level is stepped",
-        "through, and NEON is counted by QEMU. `fast` is the exact kernel where there is no",
-        "AVX-512.",
-        "",
-        ", ".join(f"{name}: {version}" for name, version in versions.items()),
-        "",
-        "| operation | " + " | ".join(LEVELS.values()) + " |",
-        "|---|---|---|---|---|",
+    cells = [
+        [row["name"], *(f"{row[level]:.0f}" if level in row else "–" for level in LEVELS)]
+        for row in rows
     ]
-    for row in rows:
-        cells = (f"{row[level]:.0f}" if level in row else "–" for level in LEVELS)
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "instructions.md").write_text("\n".join(lines) + "\n")
-    report = {"versions": versions, "lengths": LENGTHS, "counts": COUNTS, "rows": rows}
-    (options.out / "instructions.json").write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(lines[10:]))
+    said = (
+        "Counted by `make callgrind`: attention per token and KV head, all query rows of the head\n"
+        "together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of\n"
+        "128. What a call costs is taken off. Valgrind knows no AVX-512: that level is stepped\n"
+        "through, and NEON is counted by QEMU. `fast` is the exact kernel where there is no\n"
+        "AVX-512."
+    )
+    found = {"versions": versions, "lengths": LENGTHS, "counts": COUNTS, "rows": rows}
+    body = [said, "", runner.table(["operation", *LEVELS.values()], cells)]
+    runner.report(options, "instructions", found, body, title="Instructions", **versions)
 
 
 if __name__ == "__main__":

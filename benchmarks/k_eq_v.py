@@ -7,37 +7,27 @@ weights, one thread. Steps of the caches take turns; times are medians of the th
 the whole tiny model.
 """
 
-import sys
 import time
-from statistics import median
+from functools import partial
 
+import runner
 import torch
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.versions import named
 
-SPECS = ("none", "turboquant:bits=4", "trellis:bits=4", "int:bits=8")
-TOKENS = (512, 2048, 8192)
-STEPS = 15
+SPECS = ["none", "turboquant:bits=4", "trellis:bits=4", "int:bits=8"]
+TOKENS = [512, 2048, 8192]
 
 
-@torch.no_grad()
 def model() -> Gemma4ForCausalLM:
     """Return a model of one full layer."""
     torch.manual_seed(0)
     config = Gemma4TextConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        global_head_dim=512,
-        num_global_key_value_heads=4,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        layer_types=["full_attention"],
-    )
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=8, global_head_dim=512, num_global_key_value_heads=4,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, layer_types=["full_attention"],
+    )  # fmt: skip
     made = Gemma4ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     # As large as random weights make them, logits let most weights of tokens be denormal.
     made.model.layers[0].self_attn.q_norm.weight.fill_(0.1)
@@ -47,32 +37,29 @@ def model() -> Gemma4ForCausalLM:
 @torch.no_grad()
 def main() -> None:
     """Print a line for each spec and length."""
+    options = runner.arguments(__doc__, "specs", specs=SPECS, tokens=TOKENS, rounds=15)
     torch.set_num_threads(1)
-    decoder = model()
-    print("spec tokens: times smaller | ms of a step: DynamicCache, apart, alone | alone / apart")
-    for spec in sys.argv[1:] or SPECS:
-        for tokens in TOKENS:
+    decoder, rows, cells = model(), [], []
+    for spec in options.specs:
+        for tokens in options.tokens:
             ids = torch.randint(3, 64, (1, tokens), generator=torch.Generator().manual_seed(0))
-            caches = [
-                DynamicCache(config=decoder.config),
-                CompressedCache(decoder, spec),
-                CompressedCache(decoder, spec, k_eq_v=True),
-            ]
-            for cache in caches:
-                decoder(ids, **named(cache), logits_to_keep=1)
-            times: list[list[float]] = [[], [], []]
-            for _ in range(STEPS):
-                for taken, cache in zip(times, caches, strict=True):
-                    begin = time.thread_time()
-                    decoder(ids[:, :1], **named(cache))
-                    taken.append(1e3 * (time.thread_time() - begin))
-            theirs, apart, alone = map(median, times)
-            smaller = caches[1].nbytes / caches[2].nbytes
-            print(
-                f"{spec} {tokens}: {smaller:.3f} | {theirs:.2f}, {apart:.2f}, {alone:.2f} | "
-                f"{alone / apart:.2f}",
-                flush=True,
-            )
+            caches = {
+                "DynamicCache": DynamicCache(config=decoder.config),
+                "apart": CompressedCache(decoder, spec),
+                "alone": CompressedCache(decoder, spec, k_eq_v=True),
+            }
+            turns = {}
+            for name, cache in caches.items():
+                runner.forward(decoder, ids, cache)
+                step = partial(runner.forward, decoder, ids[:, :1], cache)
+                turns[name] = runner.turn_of(step, clock=time.thread_time)
+            ms = runner.medians(runner.in_turns(turns, options.rounds, warm=0))
+            smaller = caches["apart"].nbytes / caches["alone"].nbytes
+            rows.append({"spec": spec, "tokens": tokens, "smaller": smaller, "ms": ms})
+            ratio = ms["alone"] / ms["apart"]
+            cells.append([spec, tokens, *(f"{x:.2f}" for x in (smaller, *ms.values(), ratio))])
+    names = "spec | tokens | times smaller | DynamicCache, ms | apart, ms | alone, ms"
+    runner.report(options, "k_eq_v", rows, runner.table(f"{names} | alone / apart", cells))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Bytes that an object holds in tensors, found by walking it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,6 +10,8 @@ from torch import Tensor
 
 # What is the model's or the program's, and not the cache's.
 _FOREIGN = (torch.nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
+# What names the tensors that a tensor is made of, such as a quantised one.
+FLATTEN = "__tensor_flatten__"
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
@@ -20,17 +20,8 @@ def held_bytes(holder: Any) -> int:
 
     A package's own report of its bytes may leave out scales, windows or dense copies; this one
     counts memory: whole storages (a view keeps all of its storage alive), each one once.
-
-    Parameters
-    ----------
-    holder : object
-        Such as a cache. Attributes, slots, lists, tuples, sets and mappings are followed, models,
-        classes, modules and functions are not.
-
-    Returns
-    -------
-    int
-        Bytes.
+    Attributes, slots, lists, tuples, sets and mappings are followed; models, modules, classes and
+    functions are not.
     """
     sizes: dict[Any, int] = {}
     seen: set[int] = set()
@@ -45,7 +36,7 @@ def held_bytes(holder: Any) -> int:
         if isinstance(found, numpy.ndarray):
             base = found if found.base is None else found.base
             sizes["numpy", id(base)] = getattr(base, "nbytes", found.nbytes)
-        elif isinstance(found, Tensor) and _flatten(found) is None:
+        elif isinstance(found, Tensor) and not hasattr(found, FLATTEN):
             storage = found.untyped_storage()
             sizes[str(found.device), storage.data_ptr()] = storage.nbytes()
         else:
@@ -53,17 +44,10 @@ def held_bytes(holder: Any) -> int:
     return sum(sizes.values())
 
 
-def _flatten(found: Tensor) -> Any:
-    """Return what names the tensors that a tensor is made of, such as a quantised one; or None."""
-    return getattr(found, "__tensor_flatten__", None)
-
-
 def _parts(found: Any) -> Iterator[Any]:
     """Yield what an object refers to."""
-    flatten = _flatten(found) if isinstance(found, Tensor) else None
-    if flatten is not None:
-        names, _ = flatten()
-        yield from (getattr(found, name) for name in names)
+    if isinstance(found, Tensor):
+        yield from (getattr(found, name) for name in getattr(found, FLATTEN)()[0])
         return
     if isinstance(found, Mapping):
         yield from found.values()

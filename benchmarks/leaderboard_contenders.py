@@ -1,19 +1,17 @@
 """Who stands in the leaderboard: the packages of `leaderboard_peers`, and those of entry points."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from leaderboard_peers import PEERS
+
 from kvpact.errors import RegistrationError
 from kvpact.evaluate import Contender
 from kvpact.evaluate.contender import LEADERBOARD_GROUP
 
-PEERS = Path(__file__).parent / "leaderboard_peers"
 INSTALLED = Path(__file__).parents[1] / "build" / "peers"
-NOT_CODE = ("__init__", "full_attention")
 
 # What can't stand in the table, and why.
 LEFT_OUT = {
@@ -26,13 +24,9 @@ LEFT_OUT = {
 }
 
 
-def points() -> dict[str, EntryPoint]:
-    """Return all contenders by name; nothing is imported."""
-    names = sorted(path.stem for path in PEERS.glob("*.py") if path.stem not in NOT_CODE)
-    found = {
-        name: EntryPoint(name, f"leaderboard_peers.{name}:CONTENDER", LEADERBOARD_GROUP)
-        for name in names
-    }
+def points() -> dict[str, EntryPoint | Contender]:
+    """Return all contenders by name; nothing of other packages is imported."""
+    found: dict[str, EntryPoint | Contender] = dict(PEERS)
     for point in entry_points(group=LEADERBOARD_GROUP):
         if point.name in found:
             raise RegistrationError(
@@ -50,9 +44,10 @@ def contender(name: str) -> Contender:
     known = points()
     if name not in known:
         raise RegistrationError(f"no contender {name!r}; there are {', '.join(known)}")
-    found = known[name].load()
+    point = known[name]
+    found = point.load() if isinstance(point, EntryPoint) else point
     if not isinstance(found, Contender):
-        raise RegistrationError(f"{known[name].value} is no kvpact.evaluate.Contender: {found!r}")
+        raise RegistrationError(f"{point.value} is no kvpact.evaluate.Contender: {found!r}")
     return found
 
 

@@ -1,34 +1,26 @@
-"""Measures the caches of one contender, or of several side by side, in a process of its own.
+"""Measures the caches of contenders, in a process of its own.
 
 Packages install modules of the same names, so each has a folder of its own in PYTHONPATH.
 """
 
-from __future__ import annotations
-
-import copy
-import json
 import math
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+import runner
 import torch
-from attend_rounds import quartiles
 from leaderboard_bytes import held_bytes
 from leaderboard_contenders import contender
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpact.data import book_path
 from kvpact.evaluate import MetricAccumulator, score_tokens
-from kvpact.evaluate.feed import chunks, first_tokens
-from kvpact.integrations.models import load_model
+from kvpact.evaluate.feed import chunks
 from kvpact.integrations.transformers.versions import named
 
+Timed = tuple[float, torch.Tensor]
 LAST = 64  # tokens given to the model after most were stored: as in the middle of a generation
 
 
@@ -68,9 +60,7 @@ class Work:
     rounds: int
 
 
-def timed(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int = 1
-) -> tuple[float, torch.Tensor]:
+def timed(model: PreTrainedModel, ids: torch.Tensor, cache: Any, keep: int = 1) -> Timed:
     """Carry out a forward pass; return its seconds on the CPU, and the last logits (0: all).
 
     On one thread these are the seconds of a quiet machine, whatever else runs on it.
@@ -80,13 +70,16 @@ def timed(
     return time.process_time() - start, found.logits[0]
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same weights with a config of its own.
-
-    kvpact's caches set the attention implementation of the model that they are made for.
-    """
-    held = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in held})
+def all_timed(
+    lanes: list[Lane], work: Work, exact: Any, ids: torch.Tensor, keep: int = 1
+) -> tuple[Timed, dict[int, Timed]]:
+    """Carry out a forward pass on the exact cache, then on each lane that nothing has ended."""
+    first, found = timed(work.exact, ids, exact, keep), {}
+    for lane in running(lanes):
+        each = lane.attempt(lambda lane=lane: timed(work.model, ids, lane.cache, keep))
+        if each is not None:
+            found[id(lane)] = each
+    return first, found
 
 
 def running(lanes: list[Lane]) -> list[Lane]:
@@ -105,9 +98,7 @@ def warm(lanes: list[Lane], work: Work) -> None:
     """Let everybody import, compile and allocate."""
     exact = begin(lanes, work)
     for part in (work.ids[:LAST], work.ids[LAST : 2 * LAST], work.ids[2 * LAST :][:1]):
-        timed(work.exact, part, exact)
-        for lane in running(lanes):
-            lane.attempt(lambda lane=lane, part=part: timed(work.model, part, lane.cache))
+        all_timed(lanes, work, exact, part)
 
 
 def quality(lanes: list[Lane], work: Work) -> None:
@@ -115,16 +106,10 @@ def quality(lanes: list[Lane], work: Work) -> None:
     exact = begin(lanes, work)
     scores = {id(lane): MetricAccumulator() for lane in lanes}
     for start, part, targets in chunks(work.ids[: work.tokens], work.chunk):
-        keep = 0 if start else 1  # the first chunk had no stored past to attend to
-        _, reference = timed(work.exact, part, exact, keep)
-        for lane in running(lanes):
-            found = lane.attempt(
-                lambda lane=lane, part=part, keep=keep: timed(work.model, part, lane.cache, keep)
-            )
-            if found is not None and start and len(targets):
-                count = len(targets)
-                new = score_tokens(reference[:count], found[1][:count], targets)
-                scores[id(lane)].add(new)
+        keep, count = 0 if start else 1, len(targets)  # the first chunk has no past to attend to
+        (_, reference), found = all_timed(lanes, work, exact, part, keep)
+        for place, (_, logits) in found.items() if start and count else ():
+            scores[place].add(score_tokens(reference[:count], logits[:count], targets))
     for lane in running(lanes):
         summary = scores[id(lane)].summary()
         names = ("kl_mean", "kl_se", "kl_p99", "top1", "perplexity_change")
@@ -135,17 +120,13 @@ def quality(lanes: list[Lane], work: Work) -> None:
 
 def prompts(lanes: list[Lane], work: Work) -> None:
     """Time a whole prompt in one call, as `generate` gives it, each round on empty caches."""
-    ids = work.ids[: work.prompt]
     ratios: dict[int, list[float]] = {id(lane): [] for lane in lanes}
     for _ in range(work.rounds):
-        exact = begin(lanes, work)
-        spent, _ = timed(work.exact, ids, exact)
-        for lane in running(lanes):
-            found = lane.attempt(lambda lane=lane: timed(work.model, ids, lane.cache))
-            if found is not None:
-                ratios[id(lane)].append(found[0] / spent)
+        (spent, _), found = all_timed(lanes, work, begin(lanes, work), work.ids[: work.prompt])
+        for place, (seconds, _) in found.items():
+            ratios[place].append(seconds / spent)
     for lane in running(lanes):
-        lane.row["prompt"] = list(quartiles(ratios[id(lane)]))
+        lane.row["prompt"] = list(runner.quartiles(ratios[id(lane)]))
 
 
 def fill(cache: Any, model: PreTrainedModel, tokens: int) -> None:
@@ -161,32 +142,21 @@ def fill(cache: Any, model: PreTrainedModel, tokens: int) -> None:
 def steps(lanes: list[Lane], work: Work, context: int) -> None:
     """Time decode steps after a context, in turns with the exact cache; count what is held."""
     exact = begin(lanes, work)
-    part, token = work.ids[:LAST], work.ids[LAST : LAST + 1]
     fill(exact, work.exact, context - LAST)
-    timed(work.exact, part, exact)
     for lane in running(lanes):
         lane.attempt(lambda lane=lane: fill(lane.cache, work.model, context - LAST))
-    for lane in running(lanes):
-        lane.attempt(lambda lane=lane: timed(work.model, part, lane.cache))
+    all_timed(lanes, work, exact, work.ids[:LAST])
     times: dict[int, list[tuple[float, float]]] = {id(lane): [] for lane in lanes}
     for turn in range(work.rounds + 1):
-        spent, _ = timed(work.exact, token, exact)
-        for lane in running(lanes):
-            found = lane.attempt(lambda lane=lane: timed(work.model, token, lane.cache))
-            if found is not None and turn:  # the first one warms up
-                times[id(lane)].append((found[0], spent))
+        (spent, _), found = all_timed(lanes, work, exact, work.ids[LAST : LAST + 1])
+        for place, (seconds, _) in found.items() if turn else ():  # the first one warms up
+            times[place].append((seconds, spent))
     for lane in running(lanes):
-        pairs = times[id(lane)]
-        lane.row.setdefault("steps", []).append(
-            {
-                "tokens": context,
-                "ms": 1e3 * statistics.median(ours for ours, _ in pairs),
-                "exact_ms": 1e3 * statistics.median(theirs for _, theirs in pairs),
-                "ratio": list(quartiles([ours / theirs for ours, theirs in pairs])),
-                "bytes": held_bytes(lane.cache),
-                "exact_bytes": held_bytes(exact),
-            }
-        )
+        ours, theirs = zip(*times[id(lane)], strict=True)
+        ms = runner.medians({"ms": ours, "exact_ms": theirs})
+        nbytes = {"bytes": held_bytes(lane.cache), "exact_bytes": held_bytes(exact)}
+        row = {"tokens": context, **ms, "ratio": list(runner.ratios(ours, theirs)), **nbytes}
+        lane.row.setdefault("steps", []).append(row)
 
 
 def measured(lanes: list[Lane], work: Work) -> None:
@@ -199,35 +169,27 @@ def measured(lanes: list[Lane], work: Work) -> None:
             steps(lanes, work, context)
 
 
-def carried_out(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure what an order names; yield version, rows and failures of each after each model."""
+def carried_out(names: list[str], models: list[str], **order: Any) -> dict[str, Any]:
+    """Measure contenders on models; return version, rows and failures of each."""
     torch.set_num_threads(1)
-    contenders = {name: contender(name) for name in order["names"]}
+    contenders = {name: contender(name) for name in names}
     sizes = {name: order[name] for name in ("tokens", "prompt", "chunk", "contexts", "rounds")}
     found: dict[str, Any] = {
         name: {"version": version(one.package), "rows": [], "failed": []}
         for name, one in contenders.items()
     }
-    for name in order["models"]:
-        model, tokenizer = load_model(name)
-        most = max(order["tokens"], order["prompt"])
-        ids = first_tokens(tokenizer, book_path().read_text("utf-8"), most)
+    for name in models:
+        model, ids = runner.book(name, max(order["tokens"], order["prompt"]))
         lanes = [
             Lane(who, cache, make)
             for who, one in contenders.items()
             for cache, make in one.caches.items()
         ]
-        measured(lanes, Work(model, twin(model), ids, **sizes))
+        measured(lanes, Work(model, runner.twin(model), ids[0], **sizes))
         for lane in lanes:
             head = {"model": name, "cache": lane.name}
             if lane.failed:
                 found[lane.contender]["failed"].append(head | {"reason": lane.failed})
             else:
                 found[lane.contender]["rows"].append(head | lane.row)
-        yield found
-
-
-if __name__ == "__main__":
-    what, place = map(Path, sys.argv[1:])
-    for found in carried_out(json.loads(what.read_text("utf-8"))):
-        place.write_text(json.dumps(found), "utf-8")
+    return found

@@ -1,12 +1,10 @@
 """Rows and ranks of the leaderboard, out of the files that `leaderboard.py` writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 OWN = "kvpact"
 EXACT_BITS = 32  # of DynamicCache: the models compute in fp32
@@ -41,13 +39,12 @@ class Row:
         return f"{self.package}: {self.cache}"
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """A column by which rows are ranked: the less, the better."""
 
     title: str
     of: Callable[[Row], float]
-    text: Callable[[float], str]
+    text: Callable[[float], str] = "{:.2f}".format
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -65,24 +62,13 @@ def load(folder: Path) -> list[dict[str, Any]]:
 def rows_of(found: list[dict[str, Any]]) -> list[Row]:
     """Return all rows."""
     rows = []
-    for one in found:
-        for row in one["rows"]:
-            steps = {step["tokens"]: step for step in row["steps"]}
-            rows.append(
-                Row(
-                    row["model"],
-                    one["package"],
-                    one["version"],
-                    row["cache"],
-                    row["kl_mean"],
-                    row["kl_se"],
-                    row["kl_p99"],
-                    row["top1"],
-                    {n: EXACT_BITS * s["bytes"] / s["exact_bytes"] for n, s in steps.items()},
-                    tuple(row["prompt"]),
-                    {n: tuple(step["ratio"]) for n, step in steps.items()},
-                )
-            )
+    for one, row in ((each, row) for each in found for row in each["rows"]):
+        steps = {step["tokens"]: step for step in row["steps"]}
+        bits = {n: EXACT_BITS * s["bytes"] / s["exact_bytes"] for n, s in steps.items()}
+        times = tuple(row["prompt"]), {n: tuple(step["ratio"]) for n, step in steps.items()}
+        kl = row["kl_mean"], row["kl_se"], row["kl_p99"], row["top1"]
+        what = row["model"], one["package"], one["version"], row["cache"]
+        rows.append(Row(*what, *kl, bits, *times))
     return rows
 
 
@@ -105,26 +91,17 @@ def middle(rows: list[Row]) -> int:
 def measures(rows: list[Row]) -> list[Measure]:
     """Return the columns by which rows are ranked."""
     at = middle(rows)
-    times = [
-        Measure(
-            f"decode after {n:,} tokens, times DynamicCache",
-            lambda row, n=n: row.steps[n][1],
-            lambda value: f"{value:.2f}",
-        )
-        for n in contexts_of(rows)
-    ]
     return [
         Measure("KL, mean", lambda row: row.kl, figure),
         Measure("KL, 99th percentile", lambda row: row.kl_p99, figure),
-        Measure(
-            f"bits held a value at {at:,} tokens",
-            lambda row: row.bits[at],
-            lambda value: f"{value:.2f}",
+        Measure(f"bits held a value at {at:,} tokens", lambda row: row.bits[at]),
+        *(
+            Measure(
+                f"decode after {n:,} tokens, times DynamicCache", lambda row, n=n: row.steps[n][1]
+            )
+            for n in contexts_of(rows)
         ),
-        *times,
-        Measure(
-            "prompt, times DynamicCache", lambda row: row.prompt[1], lambda value: f"{value:.2f}"
-        ),
+        Measure("prompt, times DynamicCache", lambda row: row.prompt[1]),
     ]
 
 
@@ -152,29 +129,25 @@ def verdicts(rows: list[Row]) -> list[str]:
     """Say in sentences how kvpact stands on one model, from the figures alone."""
     at = middle(rows)
     own, peers = ([row for row in rows if row.own is mine] for mine in (True, False))
-    said = []
     unbeaten = [peer for peer in peers if not any(beats(row, peer, at) for row in own)]
-    said.append(
+    beaten = [row for row in own if any(beats(peer, row, at) for peer in peers)]
+    said = [
         "Some cache of kvpact's holds fewer bits at less KL than "
         f"{len(peers) - len(unbeaten)} of {len(peers)} of other packages. "
-        + listed("Not so", unbeaten, at)
-    )
-    beaten = [row for row in own if any(beats(peer, row, at) for peer in peers)]
-    said.append(
+        + listed("Not so", unbeaten, at),
         "Some cache of another package holds fewer bits at less KL than "
-        f"{len(beaten)} of {len(own)} of kvpact's. " + listed("Than these", beaten, at)
-    )
+        f"{len(beaten)} of {len(own)} of kvpact's. " + listed("Than these", beaten, at),
+    ]
     for measure in measures(rows):
         if "times" not in measure.title:
             continue
         slow = sorted((row for row in own if measure.of(row) > 1), key=measure.of)
         what = measure.title.removesuffix(", times DynamicCache")
         faster = sum(measure.of(row) < 1 for row in peers)
+        text = f"None of kvpact's {len(own)} is slower than DynamicCache"
         if slow:
             worst = f"the slowest is {slow[-1].cache}, {measure.of(slow[-1]):.2f} times its time"
             text = f"{len(slow)} of kvpact's {len(own)} are slower than DynamicCache ({worst})"
-        else:
-            text = f"None of kvpact's {len(own)} is slower than DynamicCache"
         said.append(f"{what.capitalize()}: {text}; {faster} of {len(peers)} others are faster.")
     return [sentence.strip() for sentence in said]
 

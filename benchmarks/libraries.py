@@ -1,7 +1,6 @@
 """Builds of the native library beside each other: steps, chunks and packing.
 
-    python benchmarks/libraries.py LIBRARY … [--levels avx512 avx2] [--specs SPEC …] [--tokens 8192]
-        [--rounds 5]
+    python benchmarks/libraries.py LIBRARY … [--levels avx512 avx2] [--specs SPEC …] …
 
 The first column is the library that is installed; each LIBRARY is another build of it, such as the
 one inside of an unpacked wheel. The builds take turns, each time in a process of its own on one
@@ -10,26 +9,23 @@ heads of width 128: packing --tokens tokens, then a step of one token and a chun
 Printed are medians, and in brackets the median of the ratios to the installed library.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
+import children
+import runner
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.testing.data import by_name
 
-SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8", "kivi:bits=2")
+SPECS = ["trellis:bits=4", "turboquant:bits=4", "int:bits=8", "kivi:bits=2"]
 HEADS, QUERIES, DIM, LAYERS = 8, 32, 128, 3
 
 
@@ -63,44 +59,38 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
     return {name: 1e3 * value for name, value in found.items()}
 
 
-def in_process(library: Path | None, level: str, options: argparse.Namespace) -> dict[str, float]:
-    """Measure one library at one instruction set in a process of its own."""
-    environment = {**os.environ, "KVPACT_SIMD": level}
-    if library:
-        environment["KVPACT_NATIVE"] = str(library.resolve(strict=True))
-    words = ["--specs", *options.specs, "--tokens", str(options.tokens)]
-    command = [sys.executable, __file__, "--measure", *words]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("libraries", nargs="*", type=Path, metavar="LIBRARY")
-    parser.add_argument("--levels", nargs="+", default=["avx512vbmi", "avx512", "avx2"])
-    parser.add_argument("--specs", nargs="+", default=list(SPECS))
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure(options.specs, options.tokens)))
+    if children.answer(measure):
         return
-    libraries = [None, *options.libraries]
+    levels = ["avx512vbmi", "avx512", "avx2"]
+    options = runner.arguments(
+        __doc__, "libraries", libraries=[Path], levels=levels, specs=SPECS, tokens=8192, rounds=5
+    )
+    builds = {"installed": {}}
+    for each in options.libraries:
+        builds[str(each)] = {"KVPACT_NATIVE": str(each.resolve(strict=True))}
+    rows, body, work = [], [], {"specs": options.specs, "tokens": options.tokens}
     for level in options.levels:
-        rounds = [
-            [in_process(each, level, options) for each in libraries] for _ in range(options.rounds)
-        ]
-        print(f"\nKVPACT_SIMD={level}, ms: installed; {'; '.join(map(str, options.libraries))}")
-        for name in rounds[0][0]:
-            cells = [
-                f"{median(r[i][name] for r in rounds):8.2f}"
-                f" ({median(r[i][name] / r[0][name] for r in rounds):.2f})"
-                for i in range(len(libraries))
-            ]
-            print(f"{name:32}{'  '.join(cells)}", flush=True)
+        turns = {
+            name: partial(
+                children.asked, __file__, work, environment={"KVPACT_SIMD": level, **more}
+            )
+            for name, more in builds.items()
+        }
+        found = runner.in_turns(turns, options.rounds, warm=0)
+        cells = []
+        for what in found["installed"][0]:
+            times = {name: [each[what] for each in rounds] for name, rounds in found.items()}
+            part = runner.compared(times, "installed", work=what, level=level)
+            for row in part:
+                row["over installed"] = runner.ratios(times[row["what"]], times["installed"])[1]
+            rows += part
+            cells.append(
+                [what, *(f"{r['ms'] / 1e3:.2f} ({r['over installed']:.2f})" for r in part)]
+            )
+        body += [f"KVPACT_SIMD={level}, ms:", "", runner.table(["", *builds], cells), ""]
+    runner.report(options, "libraries", rows, body, ("tokens", "rounds"))
 
 
 if __name__ == "__main__":

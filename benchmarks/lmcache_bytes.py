@@ -1,14 +1,12 @@
 """Bytes of a chunk of LMCache's in kvpact's serde, beside bf16.
 
-    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256]
-        [--calibration FILE] [SPEC …]
+    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256] …
 
-LMCache need not be installed: a chunk is packed, and its bytes counted. The calibration is used for
-specs that learn; it has to be of a model of these sizes.
+LMCache need not be installed: a chunk is packed, and its bytes counted. The calibration, a file
+that `kvpact calibrate` wrote, is used for specs that learn; it has to be of a model of these sizes.
 """
 
-import argparse
-
+import runner
 import torch
 
 from kvpact.integrations.chunks import ChunkFormat
@@ -16,37 +14,27 @@ from kvpact.integrations.lmcache.layout import ChunkLayout
 from kvpact.spec import parse_spec
 
 SPECS = [
-    "none",
-    "int:bits=8",
-    "fp8",
-    "turboquant:bits=4",
-    "int:bits=4,group=128,rotate=true",
-    "trellis:bits=4,center=0,first=false,weights=false,blocks=false",
-    "kvarn",
-    "turboquant:bits=3",
+    "none", "int:bits=8", "fp8", "turboquant:bits=4", "int:bits=4,group=128,rotate=true",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false", "kvarn", "turboquant:bits=3",
     "kivi",
-]
+]  # fmt: skip
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--calibration", help="file that `kvpact calibrate` wrote")
-    parser.add_argument("spec", nargs="*", default=SPECS)
-    given = parser.parse_args()
-    generator = torch.Generator().manual_seed(0)
-    shape = (given.layers, given.tokens, given.heads * 2 * given.head_dim)
-    x = torch.randn(shape, generator=generator).bfloat16()
-    print("| spec | bytes of a chunk | of bf16 |\n|---|---:|---:|")
-    for spec in given.spec:
-        layout = ChunkLayout(given.head_dim, given.head_dim)
-        learns = parse_spec(spec).key.key_codec(given.head_dim, x.dtype).learns_from
-        known = given.calibration if learns else None
+    sizes = {"layers": 30, "heads": 3, "head_dim": 64, "tokens": 256}
+    options = runner.arguments(__doc__, "specs", specs=SPECS, calibration=str, **sizes)
+    shape = (options.layers, options.tokens, options.heads * 2 * options.head_dim)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = []
+    for spec in options.specs:
+        layout = ChunkLayout(options.head_dim, options.head_dim)
+        learns = parse_spec(spec).key.key_codec(options.head_dim, x.dtype).learns_from
+        known = options.calibration if learns else None
         size = len(ChunkFormat(spec, layout, known).pack([x], "0" * 64))
-        print(f"| `{spec}` | {size:,} | {size / x.nbytes:.3f} |")
+        rows.append({"spec": spec, "bytes": size, "of bf16": size / x.nbytes})
+    cells = [[f"`{r['spec']}`", f"{r['bytes']:,}", f"{r['of bf16']:.3f}"] for r in rows]
+    body = runner.table("spec | bytes of a chunk | of bf16", cells)
+    runner.report(options, "lmcache_bytes", rows, body, [*sizes])
 
 
 if __name__ == "__main__":

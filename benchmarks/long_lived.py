@@ -1,7 +1,6 @@
 """Memory of a process in which caches come, go, grow, are saved and restored, as the kernel counts.
 
-    python benchmarks/long_lived.py [--model smollm2] [--spec trellis:bits=4] [--only NAME …]
-        [--runs 3] [--out DIR]
+    python benchmarks/long_lived.py [--model smollm2] [--spec trellis:bits=4] [--only NAME …] …
 
 Each scenario runs in a process of its own, on two threads if it says nothing else. All sizes are in
 MiB over what was resident before the scenario began (VmRSS and VmHWM, Linux), when the model was
@@ -10,34 +9,26 @@ Nothing is given back to the system before it is read. *Copies* are of the cache
 resident before that work, which had been done with a short cache before.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import children
+import runner
 import torch
-from machine import about, head, save
-from resident import peak_over, peak_start, resident
 
-from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable, evaluate
-from kvpact.data import book_path
-from kvpact.integrations.models import load_model
+from kvpact import CacheGeometry, PagedKVCache, Snapshot, disable, enable
+from kvpact.evaluate import evaluate
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import giving_back
 from kvpact.stores import open_store
 
-MIB = 1 << 20
+MIB, FOUR = 1 << 20, "turboquant:bits=4"
 Sizes = dict[str, float]
 
 
@@ -47,11 +38,9 @@ class World:
     def __init__(self, name: str, spec: str) -> None:
         torch.set_num_threads(2)
         self.name, self.spec = name, spec
-        self.model, self.tokenizer = load_model(name)
-        text = book_path().read_text("utf-8")
-        self.ids = self.tokenizer(text * 2, return_tensors="pt")["input_ids"]
+        self.model, self.ids = runner.book(name, 8192)
         self.generate(self.ids[:, :64], 2)
-        self.start = peak_start()
+        self.start = children.peak_start()
 
     def generate(self, ids: torch.Tensor, new: int, **given: Any) -> Any:
         """Generate greedily."""
@@ -66,17 +55,18 @@ class World:
 
     def over(self) -> float:
         """Return what is resident beyond the start."""
-        return (resident() - self.start) / MIB
+        return (children.resident() - self.start) / MIB
 
     def copies(self, work: Callable[[], Any], cache: CompressedCache) -> float:
         """Return the peak of some work in copies of a cache."""
-        start = peak_start()
+        start = children.peak_start()
         work()
-        return peak_over(start) / cache.nbytes
+        return children.peak_over(start) / cache.nbytes
 
     def sizes(self, cache: float = 0.0) -> Sizes:
         """Return peak and what is there now, and a cache's bytes."""
-        return {"cache": cache / MIB, "peak": peak_over(self.start) / MIB, "after": self.over()}
+        peak = children.peak_over(self.start) / MIB
+        return {"cache": cache / MIB, "peak": peak, "after": self.over()}
 
 
 def chat(world: World) -> Sizes:
@@ -105,11 +95,8 @@ def together(world: World) -> Sizes:
     found = []
     for _ in range(10):
         ids = world.ids[:, :400]
-        threads = [threading.Thread(target=world.generate, args=(ids, 4)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(world.generate, [ids] * 8, [4] * 8))
         found.append(world.over())
     disable(world.model)
     return world.sizes() | {"after 16": found[1], "after 80": found[-1]}
@@ -117,7 +104,7 @@ def together(world: World) -> Sizes:
 
 def evaluation(world: World) -> Sizes:
     """`evaluate` on 8,000 tokens in chunks of 512, beside an exact cache."""
-    evaluate(world.model, [world.spec], tokenizer=world.tokenizer, tokens=8000, chunk=512)
+    evaluate(world.model, world.ids[0, :8000], [world.spec], chunk=512)
     return world.sizes()
 
 
@@ -137,41 +124,33 @@ def snapshot(world: World) -> Sizes:
     return world.sizes(cache.nbytes) | found
 
 
-def saved(world: World, folder: str | None = None) -> Sizes:
-    """A prefix of 4,000 tokens computed, and saved: the peak of that in copies of the cache."""
+def prefixed(world: World, folder: str, load: bool) -> Sizes:
+    """Return the peak of a prefix saved, behind its prompt, or loaded, in copies of the cache."""
     found: Sizes = {}
-    with tempfile.TemporaryDirectory() as other, open_store(folder or other) as store:
+    with open_store(folder) as store:
         for tokens in (192, 3968):
-            cache, ids = CompressedCache(world.model, "turboquant:bits=4"), world.ids[:, :tokens]
-            prefixes = prefix_cache(store, world.model, cache)
-            with torch.no_grad():
-                world.model(ids, **named(cache), logits_to_keep=1)
-            found["saved, copies"] = world.copies(partial(prefixes.save, ids), cache)
+            cache, ids = CompressedCache(world.model, FOUR), world.ids[:, :tokens]
+            with giving_back() if load else nullcontext():  # the fingerprint read all weights
+                prefixes = prefix_cache(store, world.model, cache)
+            if not load:
+                with torch.no_grad():
+                    runner.forward(world.model, ids, cache)
+            work = partial(prefixes.load if load else prefixes.save, ids)
+            found["loaded, copies" if load else "saved, copies"] = world.copies(work, cache)
         return world.sizes(cache.nbytes) | found
 
 
-def _saved_elsewhere(model: str, spec: str, folder: str) -> None:
-    saved(World(model, spec), folder)
+def saved(world: World, folder: str | None = None) -> Sizes:
+    """A prefix of 4,000 tokens computed, and saved: the peak of that in copies of the cache."""
+    with tempfile.TemporaryDirectory() as other:
+        return prefixed(world, folder or other, False)
 
 
 def prefix(world: World) -> Sizes:
     """That prefix loaded by another process: the peak in copies of the cache."""
     with tempfile.TemporaryDirectory() as folder:
-        given = world.name, world.spec, folder
-        process = get_context("spawn").Process(target=_saved_elsewhere, args=given)
-        process.start()
-        process.join()
-        found: Sizes = {}
-        with open_store(folder) as store:
-            for tokens in (192, 3968):
-                cache, ids = (
-                    CompressedCache(world.model, "turboquant:bits=4"),
-                    world.ids[:, :tokens],
-                )
-                with giving_back():  # the fingerprint read all weights
-                    prefixes = prefix_cache(store, world.model, cache)
-                found["loaded, copies"] = world.copies(partial(prefixes.load, ids), cache)
-            return world.sizes(cache.nbytes) | found
+        children.asked(__file__, ["saved", world.name, world.spec, folder])
+        return prefixed(world, folder, True)
 
 
 def budget(world: World) -> Sizes:
@@ -186,12 +165,12 @@ def budget(world: World) -> Sizes:
 def pages(world: World) -> Sizes:
     """Pages for 4,096 tokens, a prompt of 4,000 and 16 steps in them."""
     config, shape = world.model.config, CacheGeometry.from_config(world.model.config)
-    pool = PagedKVCache("turboquant:bits=4", shape, num_pages=64, page_size=64)
+    pool = PagedKVCache(FOUR, shape, num_pages=64, page_size=64)
     batch = PagedBatch(config, pool, [pool.allocate()])
     world.model.set_attn_implementation("kvpact")
     with torch.no_grad():
         for ids in (world.ids[:, :4000], *world.ids[:, 4000:4016].split(1, 1)):
-            world.model(ids, **named(batch), logits_to_keep=1)
+            runner.forward(world.model, ids, batch)
     return world.sizes(pool.memory_usage())
 
 
@@ -210,7 +189,7 @@ def beams(world: World) -> Sizes:
     return world.sizes(cache.nbytes)
 
 
-SCENARIOS: dict[str, Callable[[World], Sizes]] = {
+SCENARIOS: dict[str, Callable[..., Sizes]] = {
     each.__name__: each
     for each in (
         *(chat, server, together, evaluation, snapshot),
@@ -219,40 +198,27 @@ SCENARIOS: dict[str, Callable[[World], Sizes]] = {
 }
 
 
-def run(name: str, model: str, spec: str) -> Sizes:
-    """Carry out a scenario in a new process."""
-    command = [sys.executable, __file__, "--one", name, "--model", model, "--spec", spec]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: Sizes = json.loads(done.stdout.splitlines()[-1])
-    return found
+def carried_out(name: str, model: str, spec: str, *given: str) -> Sizes:
+    """Carry out a scenario in this process."""
+    return SCENARIOS[name](World(model, spec), *given)
 
 
 def main() -> None:
     """Run scenarios, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--spec", default="trellis:bits=4")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=SCENARIOS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(SCENARIOS[options.one](World(options.model, options.spec))))
+    if children.answer(carried_out):
         return
-    rows = []
+    given = {"model": "smollm2", "spec": "trellis:bits=4", "only": SCENARIOS, "runs": 3}
+    options = runner.arguments(__doc__, **given)
+    rows, cells = [], []
     for name in options.only:
-        runs = [run(name, options.model, options.spec) for _ in range(options.runs)]
-        row = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        work = [name, options.model, options.spec]
+        runs = [children.asked(__file__, work) for _ in range(options.runs)]
+        row = runner.medians({key: [each[key] for each in runs] for key in runs[0]}, 1)
         rows.append({"scenario": name, "what": SCENARIOS[name].__doc__, **row})
-        print(name, {key: round(value, 2) for key, value in row.items()}, flush=True)
-    if options.out is not None:
-        found = about(model=options.model, spec=options.spec, runs=options.runs)
-        cells = ["| scenario | MiB, or copies |", "|---|---|"]
-        for row in rows:
-            sizes = (f"{x} {y:.1f}" for x, y in row.items() if x not in ("scenario", "what"))
-            cells.append(f"| {row['what']} | {', '.join(sizes)} |")
-        save(options.out, "long_lived", found, rows, "\n".join([head(found), "", *cells, ""]))
+        sizes = (f"{key} {value:.1f}" for key, value in row.items())
+        cells.append([rows[-1]["what"], ", ".join(sizes)])
+    body = runner.table("scenario | MiB, or copies", cells, 2)
+    runner.report(options, "long_lived", rows, body, ("model", "spec", "runs"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """What a benchmark ran on."""
 
-from __future__ import annotations
-
-import json
 import os
 import platform
 from pathlib import Path
@@ -12,13 +9,10 @@ import torch
 
 def processor() -> str:
     """Return the processor's architecture and name, as far as they are known."""
-    names = [value for key, value in _cpuinfo() if key == "model name"]
-    return f"{platform.machine()} {names[0] if names else ''}".strip()
-
-
-def flags() -> set[str]:
-    """Return the processor's features by Linux' names, none where they are not known."""
-    return next((set(value.split()) for key, value in _cpuinfo() if key == "flags"), set())
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return f"{platform.machine()} {names[0].strip() if names else ''}".strip()
 
 
 def about(**more: object) -> dict[str, object]:
@@ -31,23 +25,6 @@ def about(**more: object) -> dict[str, object]:
     return found | {"torch": torch.__version__} | more
 
 
-def save(folder: Path, name: str, found: dict[str, object], rows: list, report: str) -> None:
-    """Write the rows of a benchmark to FOLDER/NAME.json, and its report to FOLDER/NAME.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = json.dumps({"about": found, "rows": rows}, indent=1)
-    (folder / f"{name}.json").write_text(data + "\n", "utf-8")
-    (folder / f"{name}.md").write_text(report, "utf-8")
-
-
 def head(found: dict[str, object]) -> str:
     """Return `about` in one line."""
     return ", ".join(f"{key}: {value}" for key, value in found.items())
-
-
-def _cpuinfo() -> list[tuple[str, str]]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return []
-    parts = (line.partition(":") for line in lines)
-    return [(key.strip(), value.strip()) for key, _, value in parts]

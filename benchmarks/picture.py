@@ -6,13 +6,11 @@ Drawn from benchmarks/results/leaderboard, which `leaderboard.py` writes, as ove
 overview-dark.svg. Each file has the figures that it shows as its description.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import runner
 from leaderboard_table import MODELS, Row, load, middle, rows_of
 from matplotlib import rc_context
 
@@ -23,10 +21,9 @@ RESULTS = HERE / "results" / "leaderboard"
 OUT = HERE.parent / "docs" / "_static"
 
 INKS = {
-    "light": {"ink": "#1b1f24", "muted": "#5c6570", "grid": "#e1e5ea", "own": "#0060a8"},
-    "dark": {"ink": "#e6e9ed", "muted": "#a0a9b4", "grid": "#2c333b", "own": "#6cb6f5"},
+    "light": dict(ink="#1b1f24", muted="#5c6570", grid="#e1e5ea", own="#0060a8", peer="#b3541e"),
+    "dark": dict(ink="#e6e9ed", muted="#a0a9b4", grid="#2c333b", own="#6cb6f5", peer="#f0954f"),
 }
-PEER = {"light": "#b3541e", "dark": "#f0954f"}
 # The caches that are named, with where the words stand from the point, in points of type.
 LABELS = {
     "trellis:bits=2": ("kvpact trellis,\n2, 3 and 4 bits", (-6, -14), "right", "top"),
@@ -76,7 +73,7 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
     axes.plot(*zip(*joined, strict=True), "-", lw=2, color=inks["own"])
     own = {row.cache: row.own for row in rows}
     for name, (x, y) in points.items():
-        colour, form = (inks["own"], "o") if own[name] else (PEER[mode], "D")
+        colour, form = (inks["own"], "o") if own[name] else (inks["peer"], "D")
         axes.plot(x, y, form, ms=9 if own[name] else 7, color=colour, zorder=3)
         if name in LABELS:
             text, offset, across_at, down_at = LABELS[name]
@@ -92,24 +89,13 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
 def better(axes: Any, colour: str) -> None:
     """Say where the good ones are, with an arrow into that corner."""
     arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
-    axes.annotate(
-        "lower left is better",
-        (0.02, 0.04),
-        xycoords="axes fraction",
-        xytext=(0.1, 0.2),
-        fontsize=13,
-        color=colour,
-        arrowprops=arrow,
-    )
+    place = {"xycoords": "axes fraction", "xytext": (0.1, 0.2), "fontsize": 13, "color": colour}
+    axes.annotate("lower left is better", (0.02, 0.04), arrowprops=arrow, **place)
 
 
 def main() -> None:
     """Draw both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, model="smollm2", results=RESULTS, out=OUT)
     rows = [row for row in rows_of(load(options.results)) if row.model == options.model]
     if not rows:
         raise SystemExit(f"{options.results} has no figures of {options.model}")

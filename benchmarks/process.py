@@ -1,8 +1,6 @@
 """Memory that a process takes for a cache, as the kernel counts it, beside DynamicCache's.
 
-    python benchmarks/process.py [--models smollm2 gemma3] [--dtypes float32 bfloat16]
-        [--threads 1 2] [--tokens 32 128 512 1000 4000 8000] [--chunks 0 512]
-        [--specs trellis:bits=4 …] [--peers] [--runs 5] [--steps 64] [--out DIR]
+    python benchmarks/process.py [--models smollm2 gemma3] [--dtypes float32 bfloat16] …
 
 Each cache gets a process of its own, which loads the model, generates two tokens, and then
 generates --steps tokens behind a prompt of --tokens, in one piece (0) or in chunks. *Cache* is what
@@ -12,112 +10,109 @@ system before it is read. Medians of the runs, which take turns. With --peers th
 leaderboard's other packages, which are installed into folders of their own, stand beside.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-import json
-import os
-import statistics
-import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import children
+import runner
+import torch
+from leaderboard_bytes import held_bytes
 from leaderboard_contenders import contender, installed, points
-from machine import about, head, save
 
-EXACT = "DynamicCache"
-SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8", "none")
-MIB = 1 << 20
-Row = dict[str, Any]
+EXACT, MIB = "DynamicCache", 1 << 20
+SPECS = ["trellis:bits=4", "turboquant:bits=4", "int:bits=8", "none"]
+SIZES = ("cache", "peak", "after")
 
 
-def run(case: Row) -> dict[str, int]:
+def made(spec: str, model: Any) -> Any:
+    """Return an empty cache: of a spec of kvpact's, or the cache NAME of a PEER as "PEER: NAME"."""
+    if spec == EXACT:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=model.config)
+    peer, other, name = spec.partition(": ")
+    if other:
+        return contender(peer).caches[name](model)
+    from kvpact.integrations.transformers import CompressedCache
+
+    return CompressedCache(model, spec)
+
+
+def measure(
+    model: str, dtype: str, threads: int, tokens: int, chunk: int, spec: str, steps: int
+) -> dict[str, int]:
+    """Return bytes: of the cache, and at the peak and afterwards of the process over the start."""
+    from kvpact.integrations.transformers.versions import named
+
+    torch.set_num_threads(threads)
+    network, ids = runner.book(model, tokens, dtype=getattr(torch, dtype))
+    greedy = {"do_sample": False, "pad_token_id": 0}
+    network.generate(ids[:, :64], max_new_tokens=2, **greedy)  # libraries load, threads start
+    cache = made(spec, network)
+    given = {"prefill_chunk_size": chunk} if chunk else {}
+    given |= {"min_new_tokens": steps, "max_new_tokens": steps}
+    before = children.peak_start()
+    network.generate(ids, **named(cache), **greedy, **given)
+    peak = children.peak_over(before)
+    return {"cache": held_bytes(cache), "peak": peak, "after": children.resident() - before}
+
+
+def run(case: runner.Row) -> dict[str, int]:
     """Measure one case in a new process, under no policy of threads but the user's.
 
     Returns nothing where the process ends before it has measured, as some peers' does.
     """
-    script = str(Path(__file__).parent / "process_case.py")
-    environment = {x: y for x, y in os.environ.items() if x != "OMP_WAIT_POLICY"}
     peer, other, _ = case["spec"].partition(": ")
-    if other and (place := installed(peer, contender(peer).requires)):
-        environment["PYTHONPATH"] = str(place)
-        environment["PATH"] = os.pathsep.join([str(place / "bin"), environment["PATH"]])
-    command = [sys.executable, script, json.dumps(case)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        print(
-            f"{case['spec']}: {(done.stderr.strip() or 'it was killed').splitlines()[-1]}",
-            file=sys.stderr,
-        )
+    place = installed(peer, contender(peer).requires) if other else None
+    options = {"environment": {"OMP_WAIT_POLICY": None}, "places": [place] if place else []}
+    try:
+        return children.asked(__file__, case, **options)
+    except children.Ended as error:
+        print(f"{case['spec']}: {error}", file=sys.stderr)
         return {}
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
-def caches(options: argparse.Namespace) -> list[str]:
-    """Return the caches to measure, DynamicCache first."""
+def rows_of(options: argparse.Namespace, work: runner.Row) -> list[runner.Row]:
+    """Return a row of each cache on one piece of work; the caches take turns."""
     peers = [name for name in points() if name != "own"] if options.peers else []
-    named = [f"{name}: {cache}" for name in peers for cache in contender(name).caches]
-    return [EXACT, *options.specs, *named]
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Measure all caches on each piece of work, which take turns; write each time."""
-    rows: list[Row] = []
-    axes = options.models, options.dtypes, options.threads, options.tokens, options.chunks
-    for model, dtype, threads, tokens, chunk in itertools.product(*axes):
-        if chunk >= tokens:
-            continue
-        work = {"model": model, "dtype": dtype, "threads": threads}
-        work |= {"tokens": tokens, "chunk": chunk}
-        found: dict[str, list[dict[str, int]]] = {spec: [] for spec in caches(options)}
-        for _ in range(options.runs):
-            for spec, runs in found.items():
-                runs.append(run(work | {"spec": spec, "steps": options.steps}))
-        for spec, runs in found.items():
-            if not all(runs):
-                continue  # it was said why
-            middle = {name: statistics.median(x[name] for x in runs) for name in runs[0]}
-            spread = {
-                f"{x}_spread": sorted(y[x] for y in runs)[:: len(runs) - 1 or 1] for x in runs[0]
-            }
-            rows.append(work | {"spec": spec} | middle | spread)
-            print(line(rows[-1]), flush=True)
-        if options.out is not None:
-            found = about(steps=options.steps, runs=options.runs)
-            save(options.out, "process", found, rows, markdown(rows, found))
-
-
-def line(row: Row) -> str:
-    """Return a row of the table."""
-    where = f"{row['model']} | {row['dtype']} | {row['threads']} | {row['tokens']:,}"
-    sizes = " | ".join(f"{row[name] / MIB:.0f}" for name in ("cache", "peak", "after"))
-    return f"| {where} | {row['chunk'] or 'one piece'} | {row['spec']} | {sizes} |"
-
-
-def markdown(rows: list[Row], found: dict[str, object]) -> str:
-    """Return a table."""
-    columns = "| model | dtype | threads | prompt | in | cache | holds, MiB | peak | after |"
-    ruler = "|---|---|--:|--:|--:|---|--:|--:|--:|"
-    return "\n".join([head(found), "", columns, ruler, *map(line, rows), ""])
+    specs = [EXACT, *options.specs]
+    specs += [f"{name}: {cache}" for name in peers for cache in contender(name).caches]
+    turns = {spec: partial(run, work | {"spec": spec, "steps": options.steps}) for spec in specs}
+    rows = []
+    for spec, runs in runner.in_turns(turns, options.runs, warm=0).items():
+        if all(runs):  # or it was said why not
+            found = {name: sorted(each[name] for each in runs) for name in SIZES}
+            ends = {f"{name}_spread": x[:: len(x) - 1 or 1] for name, x in found.items()}
+            rows.append(work | {"spec": spec} | runner.medians(found, 1) | ends)
+    return rows
 
 
 def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["smollm2", "gemma3"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[32, 128, 512, 1000, 4000, 8000])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[0, 512])
-    parser.add_argument("--specs", nargs="+", default=list(SPECS))
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--out", type=Path)
-    measure(parser.parse_args())
+    """Measure, print and write; write after each piece of work, too."""
+    if children.answer(measure):
+        return
+    options = runner.arguments(
+        __doc__, models=["smollm2", "gemma3"], dtypes=["float32", "bfloat16"], threads=[1, 2],
+        tokens=[32, 128, 512, 1000, 4000, 8000], chunks=[0, 512], specs=SPECS, peers=False, runs=5,
+        steps=64,
+    )  # fmt: skip
+    columns = "model | dtype | threads | prompt | in | cache | holds, MiB | peak | after"
+    rows: list[runner.Row] = []
+    axes = options.models, options.dtypes, options.threads, options.tokens, options.chunks
+    works = [work for work in itertools.product(*axes) if work[-1] < work[-2]]
+    for number, work in enumerate(works, 1):
+        names = ("model", "dtype", "threads", "tokens", "chunk")
+        rows += rows_of(options, dict(zip(names, work, strict=True)))
+        cells = []
+        for r in rows:
+            place = r["model"], r["dtype"], r["threads"], f"{r['tokens']:,}"
+            sizes = (f"{r[name] / MIB:.0f}" for name in SIZES)
+            cells.append([*place, r["chunk"] or "one piece", r["spec"], *sizes])
+        body, told = runner.table(columns, cells, 2), ("steps", "runs")
+        runner.report(options, "process", rows, body, told, last=number == len(works))
 
 
 if __name__ == "__main__":

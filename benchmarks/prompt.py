@@ -1,7 +1,6 @@
 """Attention over a prompt, and over chunks of one behind a long past, beside torch's own.
 
-    python benchmarks/prompt.py [--tokens 512 2048 4096 8192] [--past 4096 8192 16384 32768]
-        [--chunks 256 512] [--shapes A B] [--threads 1 2] [--rounds 9] [--out DIR]
+    python benchmarks/prompt.py [--tokens 512 2048 4096 8192] [--past 4096 8192 16384 32768] …
 
 One layer, fp32. A: 32 query heads, 8 KV heads, D = 128; B: 9, 3, 64. Ours are the calls that an
 engine makes, `cache.attend`: the new tokens are checked, attended and stored in 4 bits. torch's are
@@ -11,68 +10,37 @@ numbers and is as fast as torch can be. All take turns in each round. Medians, q
 of the medians are printed and written to DIR/prompt.json and DIR/prompt.md.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-# Before torch is loaded: or its threads spin after a call, on the cores that the next one needs.
+import runner
 import torch
-from attend_rounds import Turn, measure, quartiles
-from machine import about, head
-from torch import Tensor
+from attend_ours import SHAPES
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpact import CacheGeometry, create_cache
 
-SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}
-Tokens = tuple[Tensor, Tensor, Tensor]
 
-
-def timed(call: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def tokens_of(shape: str, count: int, generator: torch.Generator) -> Tokens:
-    """Return random k, v and q of `count` tokens."""
-    heads, groups, dim = SHAPES[shape]
-    k, v = (torch.randn(1, heads, count, dim, generator=generator) for _ in "kv")
-    return k, v, torch.randn(1, heads * groups, count, dim, generator=generator)
-
-
-def turns_of(spec: str, shape: str, past: int, new: int) -> dict[str, Turn]:
+def turns_of(spec: str, shape: str, past: int, new: int) -> dict[str, runner.Turn]:
     """Return the candidates for `new` tokens behind `past` ones."""
-    heads, _, dim = SHAPES[shape]
-    generator = torch.Generator().manual_seed(past + new)
+    heads, groups, dim = SHAPES[shape]
+    draw = torch.Generator().manual_seed(past + new)
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
-    whole = [torch.empty(1, heads, past + new, dim) for _ in "kv"]
+    whole = [torch.randn(1, heads, past + new, dim, generator=draw) for _ in "kv"]
+    q = torch.randn(1, heads * groups, new, dim, generator=draw)
     held = create_cache(spec, geometry)
     for start in range(0, past, 1024):
-        size = min(1024, past - start)
-        k, v, _ = tokens_of(shape, size, generator)
+        k, v = (x[:, :, start : min(past, start + 1024)] for x in whole)
         held.store(0, k=k, v=v)
-        for all_tokens, x in zip(whole, (k, v), strict=True):
-            all_tokens[:, :, start : start + size] = x
-    k, v, q = tokens_of(shape, new, generator)
-    for all_tokens, x in zip(whole, (k, v), strict=True):
-        all_tokens[:, :, past:] = x
+    k, v = (x[:, :, past:].contiguous() for x in whole)
 
     def ours() -> float:
         cache = held.fork() if past else create_cache(spec, geometry)
-        return timed(lambda: cache.attend(0, k=k, v=v, q=q))
+        return runner.turn_of(lambda: cache.attend(0, k=k, v=v, q=q))()
 
-    def theirs(**options: Any) -> Turn:
-        return lambda: timed(
-            lambda: scaled_dot_product_attention(q, *whole, enable_gqa=True, **options)
-        )
+    def theirs(**options: Any) -> runner.Turn:
+        options["enable_gqa"] = True
+        return runner.turn_of(partial(scaled_dot_product_attention, q, *whole, **options))
 
     if not past:
         return {"kvpact": ours, "sdpa": theirs(is_causal=True)}
@@ -80,64 +48,43 @@ def turns_of(spec: str, shape: str, past: int, new: int) -> dict[str, Turn]:
     return {"kvpact": ours, "sdpa": theirs(attn_mask=mask), "sdpa, no mask": theirs()}
 
 
-def row_of(times: dict[str, list[float]], **case: Any) -> dict[str, Any]:
+def row_of(times: dict[str, list[float]], **case: Any) -> runner.Row:
     """Return medians and quartiles in milliseconds, and how much longer torch takes."""
-    medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
-    told = {name: [x * 1e3 for x in quartiles(found)[::2]] for name, found in times.items()}
-    ratios = {name: medians[name] / medians["kvpact"] for name in medians if name != "kvpact"}
-    return {**case, "ms": medians, "ms_quartiles": told, "ratios": ratios}
+    ms = runner.medians(times)
+    told = {name: list(runner.quartiles(found, 1e3)[::2]) for name, found in times.items()}
+    ratios = {name: ms[name] / ms["kvpact"] for name in ms if name != "kvpact"}
+    return {**case, "ms": ms, "ms_quartiles": told, "ratios": ratios}
 
 
-def line_of(row: dict[str, Any]) -> str:
+def cells(row: runner.Row) -> list[object]:
     """Return a row of the table."""
-    cells = [row["shape"], row["past"], row["new"], row["threads"]]
-    for name in ("kvpact", "sdpa"):
-        low, high = row["ms_quartiles"][name]
-        cells.append(f"{row['ms'][name]:.2f} ({low:.2f}-{high:.2f})")
-    for name in ("sdpa", "sdpa, no mask"):
-        cells.append(f"{row['ratios'][name]:.2f}" if name in row["ratios"] else "")
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def markdown(rows: list[dict[str, Any]], told: dict[str, object]) -> str:
-    """Return the report."""
-    titles = ["shape", "past", "new", "threads", "kvpact, ms (quartiles)", "sdpa, ms (quartiles)"]
-    titles += ["sdpa / kvpact", "without a mask / kvpact"]
-    lines = ["# Attention over prompts and chunks\n", head(told) + "\n"]
-    lines += [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    return "\n".join([*lines, *map(line_of, rows)]) + "\n"
+    names = ("kvpact", "sdpa")
+    ms = [runner.spread(row["ms_quartiles"][name], ".2f", row["ms"][name]) for name in names]
+    ratios = (row["ratios"].get(name) for name in ("sdpa", "sdpa, no mask"))
+    place = [row[name] for name in ("shape", "past", "new", "threads")]
+    return [*place, *ms, *("" if x is None else f"{x:.2f}" for x in ratios)]
 
 
 def main() -> None:
     """Measure, print, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--tokens", type=int, nargs="*", default=[512, 2048, 4096, 8192], help="of prompts")
-    add("--past", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    add("--chunks", type=int, nargs="+", default=[256, 512], help="new tokens behind a past")
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    add("--spec", default="turboquant:bits=4")
-    add("--threads", type=int, nargs="+", default=[1, 2])
-    add("--rounds", type=int, default=9)
-    add("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
-    told = about(spec=options.spec, rounds=options.rounds)
-    cases = [(0, new) for new in options.tokens]
-    cases += [(past, new) for past in options.past for new in options.chunks]
-    rows: list[dict[str, Any]] = []
-    print(markdown([], told), end="")
+    options = runner.arguments(
+        __doc__, tokens=[512, 2048, 4096, 8192], past=[4096, 8192, 16384, 32768],
+        chunks=[256, 512], shapes=SHAPES, spec="turboquant:bits=4", threads=[1, 2], rounds=9,
+        out=runner.BENCH,
+    )  # fmt: skip
+    works = [(0, new) for new in options.tokens]
+    works += [(past, new) for past in options.past for new in options.chunks]
+    rows: list[runner.Row] = []
     for shape in options.shapes:
-        for past, new in cases:
+        for past, new in works:
             turns = turns_of(options.spec, shape, past, new)
-            for threads in options.threads:
-                torch.set_num_threads(threads)
-                times = measure(turns, options.rounds)
+            for threads in runner.each_threads(options):
+                times = runner.in_turns(turns, options.rounds, warm=2)
                 rows.append(row_of(times, shape=shape, past=past, new=new, threads=threads))
-                print(line_of(rows[-1]), flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "prompt.json").write_text(json.dumps({"about": told, "rows": rows}, indent=1))
-    (options.out / "prompt.md").write_text(markdown(rows, told))
-    print(f"written to {options.out}")
+    columns = "shape | past | new | threads | kvpact, ms | sdpa, ms | sdpa / kvpact | "
+    body = runner.table(columns + "without a mask / kvpact", map(cells, rows))
+    title = "Attention over prompts and chunks"
+    runner.report(options, "prompt", rows, body, ("spec", "rounds"), title=title)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Shares of a prompt's time that encoding and storing its keys and values take.
 
-    python benchmarks/prompt_share.py [--model smollm2] [--spec trellis:bits=4 …] [--tokens 2048]
-        [--threads 1 2] [--rounds 7] [--out DIR]
+    python benchmarks/prompt_share.py [--model smollm2] [--spec trellis:bits=4 …] [--tokens 2048] …
 
 The beginning of a book is given to the model in one call, logits of the last token only, with a
 CompressedCache. Encoding is what turns tokens into slots. Storing is all that the layers do to
@@ -10,116 +9,50 @@ tokens. Specs take turns in each round. Printed are medians in milliseconds, and
 times the shares: median and quartiles.
 """
 
-from __future__ import annotations
-
-import argparse
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from pathlib import Path
-from time import perf_counter
+from functools import partial
 from typing import Any
 
+import runner
 import torch
-from attend_rounds import quartiles
-from machine import about, head, save
 
 from kvpact.cache.layer import CacheLayer
-from kvpact.data import book_path
-from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.versions import named
 
-Row = dict[str, Any]
-STORING = ("prepare", "write")  # calls of a layer; the second one encodes
+NAMES = ("prompt", "encoding", "storing")
 
 
-@contextmanager
-def storing() -> Iterator[dict[str, float]]:
-    """Add up the seconds of the calls that store tokens, by name."""
-    seconds = dict.fromkeys(STORING, 0.0)
-
-    def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        @wraps(call)
-        def watched(*args: object, **options: object) -> object:
-            begin = perf_counter()
-            try:
-                return call(*args, **options)
-            finally:
-                seconds[name] += perf_counter() - begin
-
-        return watched
-
-    real = {name: getattr(CacheLayer, name) for name in STORING}
-    for name, call in real.items():
-        setattr(CacheLayer, name, timed(name, call))
-    try:
-        yield seconds
-    finally:
-        for name, call in real.items():
-            setattr(CacheLayer, name, call)
+def turn(model: Any, ids: torch.Tensor, spec: str) -> tuple[float, float, float]:
+    """Return the seconds of a prompt, of encoding, and of storing."""
+    cache = CompressedCache(model.config, spec)
+    with runner.watched(CacheLayer, ("prepare", "write")) as seconds:  # the second one encodes
+        whole = runner.turn_of(lambda: runner.forward(model, ids, cache))()
+    return whole, seconds["write"], sum(seconds.values())
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure all specs for every number of threads."""
-    model, tokenizer = load_model(options.model)
-    text = book_path().read_text("utf-8")[: 8 * options.tokens]
-    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : options.tokens]
-    rows = []
-    for threads in options.threads:
-        torch.set_num_threads(threads)
-        times: dict[str, list[tuple[float, ...]]] = {spec: [] for spec in options.spec}
-        for turn in range(options.rounds + 1):
-            for spec, found in times.items():
-                cache = CompressedCache(model.config, spec)
-                with storing() as seconds:
-                    begin = perf_counter()
-                    model(ids, **named(cache), logits_to_keep=1)
-                    whole = perf_counter() - begin
-                if turn:  # the first round warms up
-                    found.append((whole, seconds["write"], sum(seconds.values())))
-        for spec, found in times.items():
-            row: Row = {"spec": spec, "tokens": ids.shape[1], "threads": threads}
-            medians = (statistics.median(kind) * 1e3 for kind in zip(*found, strict=True))
-            names = ("prompt_ms", "encoding_ms", "storing_ms")
-            row |= dict(zip(names, medians, strict=True))
-            for place, name in enumerate(("encoding", "storing"), 1):
-                row[name] = quartiles([kind[place] / kind[0] for kind in found])
-            rows.append(row)
-    return rows
-
-
-def markdown(rows: list[Row], found: dict[str, object]) -> str:
-    """Return a table."""
-    names = "spec | tokens | threads | prompt, ms | encoding, ms | share | storing, ms | share"
-    lines = [head(found), "", f"| {names} |", "|---" + "|--:" * 7 + "|"]
-    for r in rows:
-        numbers = f"{r['prompt_ms']:.0f}"
-        for name in ("encoding", "storing"):
-            low, middle, high = r[name]
-            numbers += f" | {r[name + '_ms']:.1f} | {middle:.1%} ({low:.1%} to {high:.1%})"
-        lines.append(f"| `{r['spec']}` | {r['tokens']} | {r['threads']} | {numbers} |")
-    return "\n".join(lines) + "\n"
-
-
+@torch.no_grad()
 def main() -> None:
     """Measure, print, and write DIR/prompt_share.json and DIR/prompt_share.md."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--spec", nargs="+", default=["trellis:bits=4", "turboquant:bits=4"])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    found = about(model=options.model)
-    with torch.no_grad():
-        rows = measure(options)
-    report = markdown(rows, found)
-    print(report)
-    if options.out:
-        save(options.out, "prompt_share", found, rows, report)
+    specs = ["trellis:bits=4", "turboquant:bits=4"]
+    options = runner.arguments(
+        __doc__, model="smollm2", spec=specs, tokens=2048, threads=[1, 2], rounds=7
+    )
+    model, ids = runner.book(options.model, options.tokens)
+    rows: list[runner.Row] = []
+    for threads in runner.each_threads(options):
+        turns = {spec: partial(turn, model, ids, spec) for spec in options.spec}
+        for spec, found in runner.in_turns(turns, options.rounds).items():
+            times = dict(zip(NAMES, zip(*found, strict=True), strict=True))
+            row: runner.Row = {"spec": spec, "tokens": ids.shape[1], "threads": threads}
+            row |= {f"{name}_ms": ms for name, ms in runner.medians(times).items()}
+            shares = {name: runner.ratios(times[name], times["prompt"]) for name in NAMES[1:]}
+            rows.append(row | shares)
+    cells = [
+        [f"`{r['spec']}`", r["tokens"], r["threads"], f"{r['prompt_ms']:.0f}"]
+        + [x for n in NAMES[1:] for x in (f"{r[f'{n}_ms']:.1f}", runner.spread(r[n], ".1%"))]
+        for r in rows
+    ]
+    names = "spec | tokens | threads | prompt, ms | encoding, ms | share | storing, ms | share"
+    runner.report(options, "prompt_share", rows, runner.table(names, cells), ("model",))
 
 
 if __name__ == "__main__":

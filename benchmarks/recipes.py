@@ -5,13 +5,10 @@ those of ``kvpact recommend MODEL --budget trellis:bits=N``, made on the novel; 
 Python's language reference, of which they know nothing.
 """
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import runner
 import torch
 
 from kvpact.evaluate import evaluate
@@ -74,17 +71,12 @@ def write(model: str, tokens: int, folder: Path) -> None:
         print(text, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", action="append", help="both if omitted")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=FOLDER)
-    options = parser.parse_args(arguments)
+    options = runner.arguments(__doc__, model=[*MODELS], tokens=2048, threads=2, out=FOLDER)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    for model in options.model or MODELS:
+    for model in options.model:
         write(model, options.tokens, options.out)
 
 

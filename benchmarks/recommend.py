@@ -1,20 +1,17 @@
 """Predicted against measured KL, and recipes against uniform specs of as many bytes.
 
 For each model and text: one survey; for each uniform spec a recipe of at most its bytes at the
-context; then one evaluation of all of them. ``--model`` and ``--text`` may be given several times;
+context; then one evaluation of all of them. ``--model`` and ``--text`` take several values;
 ``topics`` is Python's language reference, as `pydoc_data` ships it.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import runner
 import torch
 
 from kvpact.data import book_path
@@ -45,37 +42,25 @@ def text_of(name: str) -> str:
 def compare(model: str, text: str, tokens: int, specs: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each uniform spec and its recipe."""
     network, tokenizer = load_model(model)
-    ids = first_tokens(tokenizer, text_of(text), tokens)
-    start = time.perf_counter()
-    found = survey(network, ids)
-    seconds = time.perf_counter() - start
+    ids, surveys = first_tokens(tokenizer, text_of(text), tokens), []
+    seconds = runner.turn_of(lambda: surveys.append(survey(network, ids)))()
+    (found,) = surveys
     plans = [plan(found, budget=spec) for spec in specs]
-    result = evaluate(
-        network, ids, [x for p, s in zip(plans, specs, strict=True) for x in (s, p.recipe)]
-    )
-    rows = []
-    for place, (planned, spec) in enumerate(zip(plans, specs, strict=True)):
-        uniform, own = (result.scores[1 + 2 * place + i].kl for i in range(2))
-        difference, error = mean_and_error(own - uniform)
-        for recipe in (False, True):
-            row = result.rows[1 + 2 * place + recipe]
-            bytes_held = planned.recipe_bytes if recipe else planned.bytes_of(spec)
-            rows.append(
-                {
-                    "model": model,
-                    "text": text,
-                    "tokens": len(ids),
-                    "spec": f"recipe within {spec}" if recipe else spec,
-                    "recipe": planned.recipe if recipe else None,
-                    "share": bytes_held / planned.sizes.exact,
-                    "predicted": planned.recipe_predicted if recipe else planned.of(spec).predicted,
-                    "measured": row.kl_mean,
-                    "measured_se": row.kl_se,
-                    "difference": difference if recipe else None,
-                    "difference_se": error if recipe else None,
-                    "survey_seconds": seconds,
-                }
-            )
+    sources = [x for p, s in zip(plans, specs, strict=True) for x in (s, p.recipe)]
+    result = evaluate(network, ids, sources)
+    found, scores, rows = iter(result.rows[1:]), iter(result.scores[1:]), []
+    for planned, spec in zip(plans, specs, strict=True):
+        difference = mean_and_error(-next(scores).kl + next(scores).kl)
+        uniform, made = planned.of(spec).predicted, planned.recipe_predicted
+        for name, recipe, held, predicted, (more, error) in (
+            (spec, None, planned.bytes_of(spec), uniform, (None, None)),
+            (f"recipe within {spec}", planned.recipe, planned.recipe_bytes, made, difference),
+        ):
+            row = next(found)
+            what = {"model": model, "text": text, "tokens": len(ids), "spec": name}
+            what |= {"recipe": recipe, "share": held / planned.sizes.exact, "predicted": predicted}
+            what |= {"measured": row.kl_mean, "measured_se": row.kl_se, "difference": more}
+            rows.append({**what, "difference_se": error, "survey_seconds": seconds})
     return rows
 
 
@@ -90,50 +75,34 @@ def calibrated(row: dict[str, Any], other: dict[str, Any]) -> str:
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return both tables in Markdown."""
     first = [
-        [
-            row["model"],
-            row["text"],
-            f"`{row['spec']}`" if row["recipe"] is None else row["spec"],
-            f"{100 * row['share']:.1f}",
-            kl_text(row["predicted"]),
-            kl_text(row["measured"]),
-            kl_text(row["measured_se"]),
-            f"{row['predicted'] / row['measured']:.2f}",
-            calibrated(row, rows[place - 1 if place % 2 else place + 1]),
-        ]
+        [row["model"], row["text"], row["spec"] if row["recipe"] else f"`{row['spec']}`"]
+        + [f"{100 * row['share']:.1f}"]
+        + [kl_text(row[name]) for name in ("predicted", "measured", "measured_se")]
+        + [f"{row['predicted'] / row['measured']:.2f}"]
+        + [calibrated(row, rows[place - 1 if place % 2 else place + 1])]
         for place, row in enumerate(rows)
     ]
     second = []
     for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):
         worse = recipe["difference"] > recipe["difference_se"]
-        second.append(
-            [
-                recipe["model"],
-                recipe["text"],
-                f"`{uniform['spec']}`",
-                f"{recipe['difference']:+.5f}",
-                kl_text(recipe["difference_se"]),
-                f"{recipe['predicted'] - uniform['predicted']:+.5f}",
-                "yes" if worse else "no",
-            ]
-        )
+        more = recipe["predicted"] - uniform["predicted"]
+        figures = f"{recipe['difference']:+.5f}", kl_text(recipe["difference_se"]), f"{more:+.5f}"
+        place = recipe["model"], recipe["text"], f"`{uniform['spec']}`"
+        second.append([*place, *figures, "yes" if worse else "no"])
     return markdown(COLUMNS, first, 3) + "\n\n" + markdown(PAIRS, second, 3) + "\n"
 
 
 def main() -> None:
     """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", action="append", help="smollm2 and gemma3 if omitted")
-    parser.add_argument("--text", action="append", help="novel, topics, or a file; both if omitted")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("build/recommend"))
-    options = parser.parse_args()
+    options = runner.arguments(
+        __doc__, model=["smollm2", "gemma3"], text=["novel", "topics"], tokens=2048, threads=2,
+        out=Path("build/recommend"),
+    )  # fmt: skip
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for model in options.model or ("smollm2", "gemma3"):
-        for text in options.text or ("novel", "topics"):
+    for model in options.model:
+        for text in options.text:
             rows += compare(model, text, options.tokens, UNIFORM)
             print(report(rows), flush=True)
             (options.out / "recommend.json").write_text(json.dumps(rows, indent=2) + "\n", "utf-8")

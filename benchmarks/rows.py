@@ -10,27 +10,17 @@ latents have the second one alone. All take turns in each round; medians, quarti
 this run are written to DIR/rows.json and DIR/rows.md.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import statistics
-from collections.abc import Callable
-from pathlib import Path
+import itertools
 from typing import Any
 
+import runner
 import torch
 from attend_ours import copies, past
-from attend_rounds import measure, turn_of
-from machine import processor
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.errors import BackendUnavailable
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import library
-from kvpact.testing.data import by_name
 
 SHAPES = {"A": (8, 4, 128, None), "B": (3, 3, 64, None), "MLA": (1, 16, 512, 64)}
 NEVER = 1 << 30
@@ -39,24 +29,17 @@ NEVER = 1 << 30
 def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[Any]:
     """Return plans and views of the first layer of caches that hold the same tokens."""
     heads, _, dim, rope = SHAPES[shape]
-    generator = torch.Generator().manual_seed(tokens)
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     if rope:
         geometry = CacheGeometry.mla(1, dim, rope, torch.float32)
-    first = create_cache(spec, geometry, backend=kernel)
-    for start in range(0, tokens, 1024):
-        size = (1, heads, min(1024, tokens - start))
-        first.store(
-            0, **by_name(*(torch.randn(*size, d, generator=generator) for d in (dim, rope or dim)))
-        )
-    caches = [first]
-    for _ in range(copies(first.memory_usage(), ring) - 1):
-        caches.append(first.fork())
+    caches = [runner.filled(create_cache(spec, geometry, backend=kernel), tokens, 1024)]
+    for _ in range(copies(caches[0].memory_usage(), ring) - 1):
+        caches.append(caches[0].fork())
         caches[-1].select(torch.tensor([0]))
     return [past(cache.entry(0)) for cache in caches]
 
 
-def forced(rows: int, call: Callable[[], object]) -> Callable[[], object]:
+def forced(rows: int, call: runner.Call) -> runner.Call:
     """Return a call whose kernel for many rows begins at `rows`."""
 
     def run() -> object:
@@ -71,7 +54,7 @@ def forced(rows: int, call: Callable[[], object]) -> Callable[[], object]:
 
 def calls(
     spec: str, shape: str, tokens: int, queries: int, ring: int
-) -> tuple[dict[str, list[Callable[[], object]]], str]:
+) -> tuple[dict[str, list[runner.Call]], str]:
     """Return the candidates, a call per cache of the ring, and which one the dispatcher takes."""
     heads, groups, dim, rope = SHAPES[shape]
     generator = torch.Generator().manual_seed(queries)
@@ -79,7 +62,7 @@ def calls(
     k, v = (torch.randn(1, heads, queries, d, generator=generator) for d in (dim, rope or dim))
     config = AttendConfig(softmax_scale=dim**-0.5)
 
-    def over(kernel: str) -> tuple[list[Callable[[], object]], AttendCall]:
+    def over(kernel: str) -> tuple[list[runner.Call], AttendCall]:
         found = views(spec, shape, tokens, ring, kernel)
         made = [(plan, AttendCall(view, k, v, q, config, None, bool(rope))) for plan, view in found]
         attending = [lambda plan=plan, call=call: plan.attend((call,)) for plan, call in made]
@@ -93,82 +76,43 @@ def calls(
     return result, "many" if many else "few"
 
 
-def row_of(times: dict[str, list[float]], **about: Any) -> dict[str, Any]:
-    """Return medians and quartiles in milliseconds."""
-    medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
-    quartiles = {n: [x * 1e3 for x in statistics.quantiles(t, n=4)[::2]] for n, t in times.items()}
-    return {**about, "ms": medians, "ms_quartiles": quartiles}
-
-
-def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+def tables(rows: list[runner.Row]) -> str:
     """Return a table per shape, format and thread count."""
-    lines = ["# Attention with many query rows\n", ", ".join(f"{k}: {v}" for k, v in about.items())]
-    keys = ("shape", "spec", "tokens", "threads")
+    keys, parts = ("shape", "spec", "tokens", "threads"), []
+    columns = "queries | torch, ms | few rows, ms | many rows, ms | taken | torch / taken"
     for key in dict.fromkeys(tuple(row[k] for k in keys) for row in rows):
-        lines += [
-            "\n## {}, `{}`, {} tokens, {} thread(s)\n".format(*key),
-            "| queries | torch, ms (quartiles) | few rows, ms | many rows, ms | taken | "
-            "torch / taken |",
-            "|---|---|---|---|---|---|",
-        ]
-        for row in rows:
-            if tuple(row[k] for k in keys) != key:
-                continue
-            ms, taken = row["ms"], row["ms"][row["taken"]]
-            told = {
-                n: f"{ms[n]:.3f} ({low:.3f}-{high:.3f})"
-                for n, (low, high) in row["ms_quartiles"].items()
-            }
-            lines.append(
-                f"| {row['queries']} | {told['torch']} | {told.get('few', '-')} | {told['many']} | "
-                f"{row['taken']} | {ms['torch'] / taken:.2f} |"
-            )
-    return "\n".join(lines) + "\n"
+        cells = []
+        for row in (r for r in rows if tuple(r[k] for k in keys) == key):
+            ms = row["ms"]
+            told = {n: runner.spread(x, ".3f", ms[n]) for n, x in row["ms_quartiles"].items()}
+            times = [told.get(name, "-") for name in ("torch", "few", "many")]
+            ratio = f"{ms['torch'] / ms[row['taken']]:.2f}"
+            cells.append([row["queries"], *times, row["taken"], ratio])
+        title = "## {}, `{}`, {} tokens, {} thread(s)\n\n".format(*key)
+        parts.append(title + runner.table(columns, cells))
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     """Measure, print, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
-    parser.add_argument(
-        "--queries", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 17, 32, 64, 128, 512]
-    )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--specs", nargs="+", default=["turboquant:bits=4", "int:bits=8"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ring", type=int, default=48, help="megabytes of each candidate's ring")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    options = parser.parse_args()
-    try:
-        level = library().level
-    except BackendUnavailable as error:
-        raise SystemExit(f"no native kernels to measure: {error}") from None
-    about = {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "level": level,
-        "rounds": options.rounds,
-        "load at the start": round(os.getloadavg()[0], 1),
-    }
-    rows: list[dict[str, Any]] = []
-    for shape in options.shapes:
-        for spec in options.specs:
-            for tokens in options.tokens:
-                for threads in options.threads:
-                    torch.set_num_threads(threads)
-                    for queries in options.queries:
-                        found, taken = calls(spec, shape, tokens, queries, options.ring)
-                        turns = {name: turn_of(ring) for name, ring in found.items()}
-                        times = measure(turns, options.rounds)
-                        case = {"shape": shape, "spec": spec, "tokens": tokens, "taken": taken}
-                        rows.append(row_of(times, **case, threads=threads, queries=queries))
-                        print(markdown(rows[-1:], about).splitlines()[-1], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "rows.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
-    (options.out / "rows.md").write_text(markdown(rows, about))
-    print(f"written to {options.out}")
+    options = runner.arguments(
+        __doc__, tokens=[4096], queries=[1, 2, 4, 8, 12, 16, 17, 32, 64, 128, 512], shapes=SHAPES,
+        specs=["turboquant:bits=4", "int:bits=8"], threads=[1, 2], rounds=9, ring=48,
+        out=runner.BENCH,
+    )  # fmt: skip
+    level, rows = runner.native_level(), []
+    for shape, spec, tokens in itertools.product(options.shapes, options.specs, options.tokens):
+        for threads in runner.each_threads(options):
+            for queries in options.queries:
+                found, taken = calls(spec, shape, tokens, queries, options.ring)
+                turns = {name: runner.turn_of(*ring) for name, ring in found.items()}
+                times = runner.in_turns(turns, options.rounds, warm=2)
+                case = {"shape": shape, "spec": spec, "tokens": tokens, "taken": taken}
+                spreads = {name: runner.quartiles(x, 1e3)[::2] for name, x in times.items()}
+                figures = {"ms": runner.medians(times), "ms_quartiles": spreads}
+                rows.append(case | {"threads": threads, "queries": queries} | figures)
+    title = "Attention with many query rows"
+    runner.report(options, "rows", rows, tables(rows), ("rounds",), level=level, title=title)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
 """Stores between processes: MB/s of put and get in a directory, on redis and in a Mooncake cluster.
 
-    python benchmarks/shared_store.py [--size 4] [--entries 24] [--repeats 5]
+    python benchmarks/shared_store.py [--size 4] [--entries 24] [--rounds 5]
 
-One process puts entries of random bytes (MiB each), a second one gets them; both check and seal
+One process puts entries of --size MiB of random bytes, a second one gets them; both check and seal
 as always. *plain* is the same bytes through a TCP connection on loopback, from a process that does
 nothing else. The Mooncake cluster is a master and a third process that gives memory, so every
 entry goes over TCP. Medians of all entries but each process's first. What is not installed is left
 out, and said.
 """
 
-from __future__ import annotations
-
-import argparse
 import importlib.util
-import json
 import random
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+import children
+import runner
 
 from kvpact.stores import open_store
 
@@ -48,13 +47,6 @@ def timed(operation: str, url: str, size: int, entries: int) -> list[float]:
             if operation == "get":
                 assert found == blob, "another entry came back"
     return seconds
-
-
-def in_a_process(operation: str, url: str, size: int, entries: int) -> list[float]:
-    """Do so in a process of its own."""
-    command = [sys.executable, __file__, "--do", operation, url, str(size), str(entries)]
-    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=600).stdout
-    return list(json.loads(out))
 
 
 def plain(size: int, entries: int) -> list[float]:
@@ -136,35 +128,35 @@ def place(kind: str, room: int) -> Iterator[str | None]:
             yield url
 
 
+def both(kind: str, room: int, size: int, entries: int) -> dict[str, list[float]]:
+    """Return the seconds of all entries but the first, to put and to get, each in a process."""
+    if kind == "plain":
+        return {"get": plain(size, entries)[1:]}
+    with place(kind, room) as url:
+        return {
+            operation: children.asked(__file__, [operation, url, size, entries])[1:]
+            for operation in (("put", "get") if url else ())
+        }
+
+
 def main() -> None:
     """Measure and print a table."""
-    if sys.argv[1:2] == ["--do"]:
-        operation, url, size, entries = sys.argv[2:]
-        print(json.dumps(timed(operation, url, int(size), int(entries))))
+    if children.answer(timed):
         return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=float, default=4.0, help="MiB of an entry")
-    parser.add_argument("--entries", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, size=4.0, entries=24, rounds=5)
     size = int(options.size * (1 << 20))
     room = max(64 << 20, 2 * size * options.entries)
-    kinds = ("directory", "redis", "mooncake")
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for _ in range(options.repeats):  # by turns, so that a busy minute is everybody's
-        seconds.setdefault(("plain", "get"), []).extend(plain(size, options.entries)[1:])
-        for kind in kinds:
-            with place(kind, room) as url:
-                for operation in ("put", "get") if url else ():
-                    found = in_a_process(operation, url, size, options.entries)
-                    seconds.setdefault((kind, operation), []).extend(found[1:])
-    print(f"{options.entries} entries of {options.size:g} MiB, {options.repeats} times")
-    print(f"{'':12}{'put MB/s':>10}{'get MB/s':>10}")
-    for kind in ("plain", *kinds):
-        columns = [seconds.get((kind, operation)) for operation in ("put", "get")]
-        texts = [f"{size / 1e6 / statistics.median(c):.0f}" if c else "-" for c in columns]
-        missing = "" if any(columns) else "  not installed"
-        print(f"{kind:12}{texts[0]:>10}{texts[1]:>10}{missing}")
+    kinds = ("plain", "directory", "redis", "mooncake")
+    turns = {kind: partial(both, kind, room, size, options.entries) for kind in kinds}
+    rows, cells = [], []
+    for kind, rounds in runner.in_turns(turns, options.rounds, warm=0).items():
+        seconds = {name: [x for each in rounds for x in each[name]] for name in rounds[0]}
+        rows.append({"store": kind, "ms": runner.medians(seconds)})
+        speeds = {name: f"{size / 1e3 / ms:.0f}" for name, ms in rows[-1]["ms"].items()}
+        name = kind if speeds else f"{kind}, not installed"
+        cells.append([name, speeds.get("put", "-"), speeds.get("get", "-")])
+    body = runner.table(" | put MB/s | get MB/s", cells)
+    runner.report(options, "shared_store", rows, body, ("entries", "size", "rounds"))
 
 
 if __name__ == "__main__":

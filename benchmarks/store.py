@@ -1,28 +1,27 @@
 """Saving and loading against a plain copy of the same bytes: snapshots, and prefixes in stores.
 
-    python benchmarks/store.py [--tokens 3000] [--layers 30] [--heads 3] [--dim 64] [--repeats 5]
+    python benchmarks/store.py [--tokens 3000] [--rounds 5]
 
-One sequence of a model's shape (SmolLM2-135M's if nothing is said), random K and V. *memory* and
+One sequence of SmolLM2-135M's shape, random K and V. *memory* and
 *directory* are prefix caches on a `MemoryStore` and a `DirectoryStore`, *file* is a snapshot. The
 plain copy moves as many bytes: in memory, or to a file and back, with the same `fsync`. Both take
 turns; medians are reported. *size* is all bytes stored over those of an fp16 cache.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+import runner
 import torch
 
 from kvpact import CacheGeometry, ContiguousCache, PrefixCache, Snapshot, create_cache
 from kvpact.stores import DirectoryStore, MemoryStore, Store
 
+T = TypeVar("T")
+GEOMETRY = CacheGeometry(30, 3, 64, dtype=torch.float32)
 SPECS = ("none", "int:bits=8", "turboquant:bits=4", "kivi:bits=2")
 
 
@@ -30,26 +29,17 @@ def filled(spec: str, geometry: CacheGeometry, tokens: int) -> ContiguousCache:
     """Return a cache that holds random tokens."""
     cache = create_cache(spec, geometry)
     assert isinstance(cache, ContiguousCache)
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, geometry.num_kv_heads, tokens, geometry.head_dim)
+    shape = (2, 1, geometry.num_kv_heads, tokens, geometry.head_dim)
     for layer in range(geometry.num_layers):
-        k, v = torch.randn(2, *shape, generator=generator)
+        k, v = torch.randn(shape, generator=torch.Generator().manual_seed(layer))
         cache.store(layer, k=k, v=v)
     return cache
 
 
-def timed(call: Callable[[], object]) -> tuple[float, object]:
+def timed(call: Callable[[], T]) -> tuple[float, T]:
     """Return seconds and the result."""
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
-
-
-def plain_write(path: Path, data: bytes) -> None:
-    """Write a file and sync it."""
-    with open(path, "wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
+    found: list[T] = []
+    return runner.turn_of(lambda: found.append(call()))(), found[0]
 
 
 def store_times(store: Store, cache: ContiguousCache, ids: list[int]) -> tuple[float, float, int]:
@@ -76,56 +66,57 @@ def copy_times(path: Path | None, size: int) -> tuple[float, float]:
     data = os.urandom(1 << 20) * (size >> 20) + bytes(size & 0xFFFFF)
     if path is None:
         return timed(lambda: bytes(bytearray(data)))[0] / 2, timed(lambda: bytearray(data))[0]
-    save, _ = timed(lambda: plain_write(path, data))
-    load, read = timed(path.read_bytes)
+
+    def write() -> None:
+        with open(path, "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    save, (load, read) = timed(write)[0], timed(path.read_bytes)
     assert len(read) == size
     return save, load
 
 
-def measure(cache: ContiguousCache, repeats: int, folder: Path) -> dict[str, dict[str, float]]:
+def measure(cache: ContiguousCache, rounds: int, folder: Path) -> dict[str, dict[str, float]]:
     """Return, by place, bytes, seconds to save and load, and their ratios to a plain copy's."""
-    tokens = cache.seq_len(0)
-    ids, rows = list(range(tokens)), {}
+    ids, rows = list(range(cache.seq_len(0))), {}
+    folder.mkdir(exist_ok=True)
     for place in ("memory", "directory", "file"):
-        runs = []
-        for index in range(repeats + 1):
-            path = folder / f"{place}-{index}"
-            if place == "file":
-                save, load, size = file_times(path, cache)
-            else:
-                with MemoryStore() if place == "memory" else DirectoryStore(path) as store:
-                    save, load, size = store_times(store, cache, ids)
-            plain = copy_times(None if place == "memory" else folder / "plain", size)
-            runs.append((save, load, save / plain[0], load / plain[1], size))
-        middle = [statistics.median(column) for column in zip(*runs[1:], strict=True)]
-        rows[place] = dict(
-            zip(("save", "load", "save_ratio", "load_ratio", "bytes"), middle, strict=True)
-        )
+
+        def turn(place=place) -> tuple[float, ...]:
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                path = Path(name) / place
+                if place == "file":
+                    save, load, size = file_times(path, cache)
+                else:
+                    with MemoryStore() if place == "memory" else DirectoryStore(path) as store:
+                        save, load, size = store_times(store, cache, ids)
+                plain = copy_times(None if place == "memory" else folder / "plain", size)
+                return save, load, save / plain[0], load / plain[1], size
+
+        found = zip(*runner.in_turns({place: turn}, rounds)[place], strict=True)
+        names = ("save", "load", "save_ratio", "load_ratio", "bytes")
+        rows[place] = runner.medians(dict(zip(names, found, strict=True)), 1)
     return rows
 
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 3000), ("layers", 30), ("heads", 3), ("dim", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = runner.arguments(__doc__, tokens=3000, rounds=5)
     torch.set_num_threads(1)
-    geometry = CacheGeometry(options.layers, options.heads, options.dim, dtype=torch.float32)
-    fp16 = 4 * options.layers * options.heads * options.dim * options.tokens
-    print(f"{options.tokens} tokens, {fp16 / 1e6:.1f} MB in fp16, torch {torch.__version__}")
-    print(f"{'':30}{'size':>7}{'save MB/s':>11}{'x copy':>8}{'load MB/s':>11}{'x copy':>8}")
+    fp16 = 4 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads * GEOMETRY.head_dim * options.tokens
+    rows, cells = [], []
     for spec in SPECS:
-        cache = filled(spec, geometry, options.tokens)
+        cache = filled(spec, GEOMETRY, options.tokens)
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure(cache, options.repeats, Path(folder))
-        for place, row in rows.items():
-            save, load = (row["bytes"] / 1e6 / row[name] for name in ("save", "load"))
-            print(
-                f"{spec + ', ' + place:30}{row['bytes'] / fp16:7.3f}{save:11.0f}"
-                f"{row['save_ratio']:8.1f}{load:11.0f}{row['load_ratio']:8.1f}"
-            )
+            for place, row in measure(cache, options.rounds, Path(folder)).items():
+                rows.append({"spec": spec, "place": place, **row})
+                speeds = (f"{row['bytes'] / 1e6 / row[name]:.0f}" for name in ("save", "load"))
+                copies = (f"{row[name]:.1f}" for name in ("save_ratio", "load_ratio"))
+                save, load = zip(speeds, copies, strict=True)
+                cells.append([f"{spec}, {place}", f"{row['bytes'] / fp16:.3f}", *save, *load])
+    body = runner.table(" | size | save MB/s | x copy | load MB/s | x copy", cells)
+    runner.report(options, "store", rows, body, ["tokens"], fp16=f"{fp16 / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """vLLM's own caches beside kvpact's pages: capacity, prompts and decoding, in turns, in one run.
 
-    .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000]
-        [--spec SPEC ...] [--calibration FILE] [--own fp8 ...]
+    .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000] …
 
 All engines live beside each other and work one after the other, round by round. What is compared,
 with vLLM's own bf16 cache, are the tokens that fit into the same memory, and the times of one
 round: the first token of a prompt that is in no cache (of short ones, the median of some); and a
 step of the whole batch, the median of `--steps`, over prompts that are in the prefix cache and
-share no page. `--threads` are each engine's. On a machine that others use, too, `--clock cpu`
-counts an engine's own processor time, which with one thread is less disturbed.
+share no page. `--threads` and `--memory` (MiB of the cache) are each engine's, `--own` the
+`--kv-cache-dtype` of vLLM's others, `--calibration` is a file of what trellis learnt of the model.
+On a machine that others use, too, `--clock cpu` counts an engine's own processor time, which with
+one thread is less disturbed.
 
 Without --model it is a random Llama of two layers with the heads of Llama 3.2 1B (32 query heads
 over 8 KV heads of width 64) and little else: nearly all of a step is attention.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 from itertools import count, pairwise
-from statistics import median, quantiles
+from statistics import median
+
+import runner
 
 from kvpact.integrations.vllm import CALIBRATION, SETTING
 
@@ -56,6 +58,12 @@ def ask(process, **what):
         if line.startswith("answer "):
             return json.loads(line.removeprefix("answer "))
     raise SystemExit("the engine ended")
+
+
+def end(process):
+    """Let an engine end: it saves what waits."""
+    process.stdin.close()
+    process.wait()
 
 
 def child(options, clock):
@@ -99,15 +107,10 @@ def little_model():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
+        vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64,
         max_position_embeddings=1 << 16,
-    )
+    )  # fmt: skip
     folder = tempfile.mkdtemp()
     LlamaForCausalLM(config).eval().save_pretrained(folder)
     return folder
@@ -125,28 +128,16 @@ def compare(rounds):
     own, *others = zip(*rounds, strict=True)
     cells = [f"{1000 * median(own):.1f}"]
     for times in others:
-        ratios = [mine / first for first, mine in zip(own, times, strict=True)]
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        cells.append(f"{1000 * median(times):.1f} | {middle:.2f} ({low:.2f} to {high:.2f})")
-    return " | ".join(cells)
+        cells += [f"{1000 * median(times):.1f}", runner.spread(runner.ratios(times, own))]
+    return cells
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--child")
-    parser.add_argument("--first", type=int, nargs="*", default=[256, 2048, 8000])
-    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8000])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--memory", type=int, default=2560, help="MiB of each engine's cache")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--spec", nargs="*", default=["turboquant:bits=4,sinks=0"])
-    parser.add_argument("--calibration", help="file of what trellis learnt of the model")
-    parser.add_argument("--own", nargs="*", default=[], help="--kv-cache-dtype of vLLM's others")
-    parser.add_argument("--model", help="folder of a model")
-    args = parser.parse_args()
+    args = runner.arguments(
+        __doc__, child=str, first=[256, 2048, 8000], tokens=[2048, 8000], batch=8, steps=16,
+        rounds=7, threads=1, memory=2560, clock="wall", spec=["turboquant:bits=4,sinks=0"],
+        calibration=str, own=[str], model=str,
+    )  # fmt: skip
     if args.child:
         child(json.loads(args.child), CLOCKS[args.clock])
         return
@@ -166,13 +157,12 @@ def main():
         engine(settings, options | more, args.threads, args.clock)
         for settings, more in kinds.values()
     ]
-    print(f"{args.model or 'two layers'}; {args.threads} threads, {args.rounds} rounds")
     own, *others = kinds
-    print(f"| | {own} ms |", *(f"{other} ms | times as long (quartiles) |" for other in others))
-    print("|---|" + "---:|" * (2 * len(kinds) - 1))
+    columns = ["", f"{own} ms"]
+    columns += [x for name in others for x in (f"{name} ms", "times as long (quartiles)")]
     held = [ask(one, capacity=True) for one in engines]
-    print(f"| tokens of {args.memory:,} MiB | {held[0]:,} |",
-          *(f"{n:,} | {n / held[0]:.2f} |" for n in held[1:]))  # fmt: skip
+    more = [x for n in held[1:] for x in (f"{n:,}", f"{n / held[0]:.2f}")]
+    cells = [[f"tokens of {args.memory:,} MiB", f"{held[0]:,}", *more]]
     seeds = count()
     for tokens in args.first:
         rounds = []
@@ -182,7 +172,7 @@ def main():
                 [median(ask(one, prompts=[p], tokens=1)["first"] for p in cold) for one in engines]
             )
         # The first round allocates.
-        print(f"| first token, {tokens:,} | {compare(rounds[1:])} |", flush=True)
+        cells.append([f"first token, {tokens:,}", *compare(rounds[1:])])
     for tokens in args.tokens:
         batch = prompts_of(args.batch, tokens, next(seeds))
         for one in engines:
@@ -191,10 +181,11 @@ def main():
             [median(ask(one, prompts=batch, tokens=1 + args.steps)["steps"]) for one in engines]
             for _ in range(args.rounds)
         ]
-        print(f"| step of {args.batch}, {tokens:,} | {compare(rounds)} |", flush=True)
+        cells.append([f"step of {args.batch}, {tokens:,}", *compare(rounds)])
     for one in engines:
-        one.stdin.close()
-        one.wait()
+        end(one)
+    body, told = runner.table(columns, cells), ("model", "threads", "rounds")
+    runner.report(args, "vllm_decode", {"columns": columns, "cells": cells}, body, told)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ The bytes are those of the store, against K and V of the tokens in fp16. Without
 SmolLM2-135M. A store that is not installed is left out, and said.
 """
 
-import argparse
-from statistics import median, quantiles
+from statistics import median
 
+import runner
 from shared_store import place
-from vllm_decode import ask, engine, prompts_of
+from vllm_decode import ask, end, engine, prompts_of
 
 from kvpact.integrations.models import SMOLLM2, packaged_folder
 from kvpact.stores import open_store
@@ -31,12 +31,6 @@ def sharing(url):
     }
 
 
-def end(process):
-    """Let an engine end: it saves what waits."""
-    process.stdin.close()
-    process.wait()
-
-
 def fp16_bytes(model, tokens):
     from transformers import AutoConfig
 
@@ -46,14 +40,10 @@ def fp16_bytes(model, tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--spec", default="turboquant:bits=4,sinks=0")
-    parser.add_argument("--stores", nargs="+", default=["directory", "redis", "mooncake"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", help="folder of a model")
-    args = parser.parse_args()
+    args = runner.arguments(
+        __doc__, tokens=2000, rounds=5, spec="turboquant:bits=4,sinks=0",
+        stores=["directory", "redis", "mooncake"], threads=1, model=str,
+    )  # fmt: skip
     model = args.model or str(packaged_folder(SMOLLM2))
     options = {
         "model": model,
@@ -68,13 +58,11 @@ def main():
     whole = (args.tokens - 1) // 64 * 64
     room = fp16_bytes(model, args.tokens) * len(prompts)
     computing = engine(None, options, args.threads)
-    print(f"{args.tokens:,} tokens, {whole:,} of them in the store, {args.spec}")
-    print("| store | computed s | loaded s | times as soon | bytes of fp16's |")
-    print("|---|---:|---:|---:|---:|")
+    cells = []
     for kind in args.stores:
         with place(kind, max(room, 64 << 20)) as url:
             if url is None:
-                print(f"| {kind} | not installed | | | |")
+                cells.append([kind, "not installed", "", "", ""])
                 continue
             first = engine(args.spec, options | sharing(url), args.threads)
             for prompt in prompts:
@@ -91,10 +79,13 @@ def main():
             with open_store(url) as store:
                 part = store.stats().bytes / len(prompts) / fp16_bytes(model, whole)
         computed, loaded = (median(times) for times in zip(*rounds[1:], strict=True))
-        low, middle, high = quantiles([a / b for a, b in rounds[1:]], n=4, method="inclusive")
-        times = f"{middle:.1f} ({low:.1f} to {high:.1f})"
-        print(f"| {kind} | {computed:.3f} | {loaded:.3f} | {times} | {part:.3f} |", flush=True)
+        times = runner.spread(runner.ratios(*zip(*rounds[1:], strict=True)), ".1f")
+        cells.append([kind, f"{computed:.3f}", f"{loaded:.3f}", times, f"{part:.3f}"])
     end(computing)
+    columns = "store | computed s | loaded s | times as soon | bytes of fp16's"
+    body, told = runner.table(columns, cells), {"in the store": whole}
+    names = ("tokens", "spec", "rounds", "threads")
+    runner.report(args, "vllm_shared_prefix", {"cells": cells}, body, names, **told)
 
 
 if __name__ == "__main__":

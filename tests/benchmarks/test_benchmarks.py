@@ -40,15 +40,13 @@ def run(module, monkeypatch, capsys):
     torch.set_num_threads(threads)
 
 
-def test_pages_against_the_contiguous_cache(run):
-    printed = run("paged", "--tokens", 96, "--repeats", 2)
-    rows = re.findall(
-        r"^(\S+), (\w+) +([\d.]+) +([\d.]+) +([\d.]+) +-?[\d.]+-[\d.]+$", printed, re.M
-    )
-    found = {(spec, what) for spec, what, *_ in rows}
-    assert {what for _, what in found} == {"append", "attend", "gather"}
-    assert len(found) == len(rows) == 3 * len({spec for spec, _ in found}) >= 15
-    assert all(float(number) > 0 for row in rows for number in row[2:])
+def test_pages_against_the_contiguous_cache(run, module):
+    sizes = ("--tokens", 96, "--rounds", 2, "--batches", 1, "--length", 64)
+    rows = json.loads(run("paged", *sizes, "--json"))["rows"]
+    assert len(rows) == 2 + 2 * 3 * len(module("paged").SPECS)
+    for contiguous, paged in zip(rows[::2], rows[1::2], strict=True):
+        assert contiguous["ratio"] == [1, 1, 1] and contiguous["work"] == paged["work"]
+        assert min(paged["ms"], *paged["ratio"]) > 0
 
 
 def test_import_times(run, module, monkeypatch):
@@ -58,9 +56,9 @@ def test_import_times(run, module, monkeypatch):
         for name, x in zip(module("import_time").IMPORTS, ("json", "csv", "ast"), strict=True)
     }
     monkeypatch.setattr(module("import_time"), "IMPORTS", quick)
-    monkeypatch.setattr(module("import_time"), "COMMANDS", {"a": [sys.executable, "-c", "pass"]})
+    monkeypatch.setattr(module("import_time"), "COMMANDS", {"a": ["-c", "pass"]})
     printed = run("import_time", "--rounds", 1)
-    rows = re.findall(r"^(\S.*?)  +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
+    rows = re.findall(r"^\| (\S.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", printed, re.M)
     found = {name: [float(x) for x in numbers] for name, *numbers in rows}
     assert [*found] == [*quick, "a"] and all(a == b == c for a, b, c in found.values())
     said = float(re.search(r"beyond torch's own import: (-?[\d.]+) s", printed)[1])
@@ -68,19 +66,15 @@ def test_import_times(run, module, monkeypatch):
     assert said == pytest.approx(all_names - torch_own, abs=0.0016)
 
 
-def test_steps_of_every_method(run):
-    printed = run("bench", "--tokens", 40, "--repeats", 2)
-    names = re.findall(r"^(\S.*?)  +[\d.]+ +[\d.]+-[\d.]+ +[\d.]+$", printed, re.M)
-    assert names[:2] == ["exact, sdpa", "exact, matmul"] and len(names) >= 7
-
-
 def test_the_first_token(run, module, model_folder, monkeypatch):
-    def invoke(command, **_):
-        return CliRunner().invoke(app, command[3:], catch_exceptions=False)
+    def invoke(*command):
+        return CliRunner().invoke(app, [*map(str, command[2:])], catch_exceptions=False).stdout
 
-    monkeypatch.setattr(module("first_token").subprocess, "run", invoke)
+    monkeypatch.setattr(module("children"), "fresh", invoke)
     printed = run("first_token", "--model", model_folder, "--tokens", 600)
-    rows = dict(re.findall(r"^(no store|empty store|prefix in the store) +(.*)$", printed, re.M))
+    rows = dict(
+        re.findall(r"^\| (no store|empty store|prefix in the store) \| (.*) \|$", printed, re.M)
+    )
     loaded = {name: float(row.split()[-1]) for name, row in rows.items()}
     assert loaded["no store"] == loaded["empty store"] == 0 < loaded["prefix in the store"] <= 600
 
@@ -107,8 +101,10 @@ def test_libraries(run):
     path = library().path
     size = ("--levels", "none", "--specs", "fp8", "--tokens", 64, "--rounds", 1)
     printed = run("libraries", path, *size)
-    assert f"KVPACT_SIMD=none, ms: installed; {path}" in printed
-    rows = re.findall(r"^fp8, (.+?) +([\d.]+) \(1\.00\) +([\d.]+) \(([\d.]+)\)$", printed, re.M)
+    assert "KVPACT_SIMD=none, ms:" in printed and f"| installed | {path} |" in printed
+    rows = re.findall(
+        r"^\| fp8, (.+?) \| ([\d.]+) \(1\.00\) \| ([\d.]+) \(([\d.]+)\) \|$", printed, re.M
+    )
     assert [row[0] for row in rows] == ["packing", "step", "chunk of 64"]
     assert all(float(x) > 0 for row in rows for x in row[1:])
 
@@ -120,8 +116,7 @@ def attention(run, folder, *more):
 
 
 @native
-def test_attention(run, module, monkeypatch, tmp_path):
-    monkeypatch.setattr(module("attend"), "flags", set)  # no second process
+def test_attention(run, module, tmp_path):
     printed = attention(run, tmp_path, "--tokens", 32, 96)
     written = json.loads((tmp_path / "attend.json").read_text("utf-8"))
     ours = module("attend_ours")
@@ -137,25 +132,20 @@ def test_attention(run, module, monkeypatch, tmp_path):
                 for (count, name), row in found.items()
                 if count == tokens and name.startswith(("sdpa", "matmul"))
             )
-    assert written["cap"] is None
     table = (tmp_path / "attend.md").read_text("utf-8")
     assert table.count("| trellis 4 |") == printed.count("| trellis 4 |") == 2
 
 
 @native
-def test_attention_on_less_of_the_processor(run, monkeypatch, tmp_path):
-    monkeypatch.setenv("KVPACT_SIMD", "avx2")
+def test_attention_on_less_of_the_processor(run, tmp_path):
     before = dict(os.environ)
-    attention(run, tmp_path, "--tokens", 32, "--avx2", "--only", "4 bits")
-    assert dict(os.environ) == before, "the other process' variables are still set"
+    printed = attention(run, tmp_path, "--tokens", 32, "--avx2", "--only", "4 bits")
+    assert dict(os.environ) == before, "the other process' variables are set here"
     written = json.loads((tmp_path / "attend-avx2.json").read_text("utf-8"))
-    row = next(row for row in written["rows"] if row["candidate"] == "4 bits")
-    names = {row["candidate"]: row["ms"] for row in written["rows"]}
-    assert row["best_torch_capped"].endswith(", AVX2 alone")
-    assert not row["best_torch"].endswith(", AVX2 alone")
-    assert row["times_best_torch_capped"] == pytest.approx(
-        names[row["best_torch_capped"]] / row["ms"]
-    )
+    assert written["about"]["level"] == "avx2" and "| 4 bits |" in printed
+    names = {row["candidate"]: row for row in written["rows"]}
+    best = names[names["4 bits"]["best_torch"]]
+    assert names["4 bits"]["times_best_torch"] == pytest.approx(best["ms"] / names["4 bits"]["ms"])
 
 
 @native
@@ -165,8 +155,7 @@ def test_linearity(run, tmp_path):
     rows = json.loads((tmp_path / "linearity.json").read_text("utf-8"))["rows"]
     assert rows[0]["candidate"] == "4 bits" and len(rows) == 4
     assert all([p["tokens"] for p in row["points"]] == [32, 64, 128] for row in rows)
-    assert printed.count("B, 1 thread(s), ") == 4
-    assert (tmp_path / "linearity.png").stat().st_size > 1000
+    assert printed.count("- B, 1 thread(s), ") == 4
 
 
 def test_a_fixed_cost_is_linear_and_a_square_is_not(module):
@@ -193,8 +182,6 @@ def test_a_real_model(run, model_folder, tmp_path):
     # Two layers, two heads, K and V of 32 channels.
     assert exact["cache"] == 600 * 2 * 2 * 2 * 32 * 4
     assert 0 < ours["cache"] < exact["cache"]
-    assert exact["after"] >= exact["before"] > 10**7
-    assert exact["peak"] >= 0 and ours["peak"] >= 0
     ratio = exact["ms"] / ours["ms"]
     (line,) = written["lines"]
     assert f"; {ratio:.2f} x DynamicCache, fp32 (at least 1: " in line
@@ -266,7 +253,7 @@ def test_recommendations_of_a_small_model(run, model_folder, tmp_path):
         assert 0 < recipe["share"] <= uniform["share"] < 1
         assert recipe["difference"] == pytest.approx(recipe["measured"] - uniform["measured"])
         assert min(uniform["predicted"], recipe["predicted"]) > 0
-    assert printed == (tmp_path / "recommend.md").read_text("utf-8") + "\n"
+    assert (tmp_path / "recommend.md").read_text("utf-8") in printed
 
 
 def test_recipes_of_a_small_model(run, model_folder, tmp_path):

@@ -166,8 +166,7 @@ def test_a_third_party_joins(module, third_party, model_folder, tmp_path):
     order = {"names": ["my-cache", "broken"], "models": [model_folder], "tokens": 320, "chunk": 128}
     order |= {"prompt": 200, "contexts": [256], "rounds": 2}
     threads = torch.get_num_threads()
-    with torch.no_grad():
-        (got,) = process.carried_out(order)
+    got = process.carried_out(**order)
     torch.set_num_threads(threads)
     (found,), (failed,) = got["my-cache"]["rows"], got["broken"]["failed"]
     assert got["my-cache"]["version"] == "1.2"

@@ -1,1 +1,0 @@
-"""One file a package: what the leaderboard measures of it, and what was changed to make it run."""
