@@ -88,10 +88,7 @@ BAD = {
     "twice": ({"default": "none", "layers": {"4": "fp8", "-1": "int"}}, "layer -1 stands twice"),
     "bad default": ({"default": "nun"}, "unknown method 'nun'"),
     "bad spec": ({"default": "none", "layers": {"0": "int:bit=4"}}, "no option 'bit'"),
-    "other layers": (
-        {"default": "none", "num_layers": 4},
-        "of 4 layers, and this one has 5",
-    ),
+    "other layers": ({"default": "none", "num_layers": 4}, "of 4 layers, and this one has 5"),
     "no measured table": ({"default": "none", "measured": 3}, "a recipe has 'default'"),
     "no text": ({"default": "none", "layers": {"0": 8}}, "a spec is text"),
 }

@@ -47,11 +47,7 @@ OWN_OPTIONS = {
         "seed": st.integers(-5, 5),
     },
     "kivi": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128])},
-    "kvarn": {
-        "bits": WIDTHS,
-        "group": st.sampled_from([32, 64, 128]),
-        "seed": st.integers(-5, 5),
-    },
+    "kvarn": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128]), "seed": st.integers(-5, 5)},
     "polarquant": {
         "levels": st.integers(1, 6),
         "first": st.integers(1, 8),

@@ -1,7 +1,5 @@
 """A cache with a budget: the same bytes in whatever pieces, and never more of them than it has."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import cache

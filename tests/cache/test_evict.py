@@ -1,7 +1,5 @@
 """Caches that let go of tokens: what is left, what is free, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.faults import disturbed, is_free, length_of

@@ -1,7 +1,5 @@
 """What a program sets for all of torch: a default dtype and a default device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Steps in one native call leave and return what the ordinary way does, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Random histories of a small cache against an oracle; a call that fails changes all or nothing."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch

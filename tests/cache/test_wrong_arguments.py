@@ -1,7 +1,5 @@
 """Wrong arguments are refused by name, before anything changes."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

@@ -199,11 +199,7 @@ def test_a_batch_is_read_from_what_vllm_keeps_on_the_host(builder):
     batch = Batch([40, 33, 7], [1, 1, 7], [[3, 5, 9], [4, 6, 9], [8, 9, 9]])
     ((rows, prompts),) = builder.build(0, batch).parts
     assert not prompts
-    assert [tuple(row) for row in rows] == [
-        (0, 1, 39, (3, 5)),
-        (1, 2, 32, (4, 6)),
-        (2, 9, 0, (8,)),
-    ]
+    assert [tuple(row) for row in rows] == [(0, 1, 39, (3, 5)), (1, 2, 32, (4, 6)), (2, 9, 0, (8,))]
 
 
 def test_tokens_that_could_not_be_held_are_told_at_the_next_batch(builder, monkeypatch):

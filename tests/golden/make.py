@@ -3,8 +3,6 @@
 Never run by the tests: later versions have to read a file. --force is for those of no release.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

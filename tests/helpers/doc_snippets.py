@@ -1,7 +1,5 @@
 """Blocks of code in the documentation, and the names that its Python blocks are given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

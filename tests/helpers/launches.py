@@ -1,7 +1,5 @@
 """Counts what a GPU would be given to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -32,7 +30,7 @@ class Launches(TorchDispatchMode):
         """How often what was launched."""
         return Counter(self.names)
 
-    def __enter__(self) -> Launches:
+    def __enter__(self) -> "Launches":
         for kind in (triton.JITFunction, InterpretedFunction):
             self._kept.append((kind, kind.run))
             kind.run = self._counting(kind.run)

@@ -11,8 +11,6 @@ What backends are compared over with torch (`ENCODED` and the like) are lists: t
 nothing of the code that their options decide on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple

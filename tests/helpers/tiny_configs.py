@@ -148,10 +148,7 @@ LINEAR = {
 
 def qwen3_next(sizes):
     return Qwen3NextConfig(
-        **sizes,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        **LINEAR,
+        **sizes, head_dim=16, layer_types=["linear_attention", "full_attention"], **LINEAR
     )
 
 

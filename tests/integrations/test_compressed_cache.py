@@ -102,11 +102,7 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
     assert len(said) == 1
     llama.set_attn_implementation("kvpact")
     fused, said = fallbacks(
-        lambda: llama.generate(
-            **prompt,
-            **greedy,
-            **named(CompressedCache(llama.config, spec)),
-        )
+        lambda: llama.generate(**prompt, **greedy, **named(CompressedCache(llama.config, spec)))
     )
     assert said == []
     assert torch.equal(slow, fused)

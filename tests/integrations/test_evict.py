@@ -1,7 +1,5 @@
 """A model goes on as if its cache had been cut out of an exact one, at the same positions."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

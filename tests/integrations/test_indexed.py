@@ -14,11 +14,7 @@ from transformers import DynamicCache, LlamaConfig
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.layer_shape import LayerShape
-from kvpact.integrations.transformers import (
-    CompressedCache,
-    prefix_cache,
-    register_attention,
-)
+from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.integrations.transformers.versions import named

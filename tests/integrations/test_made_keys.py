@@ -6,12 +6,7 @@ import pytest
 import torch
 import transformers
 from tiny_configs import SIZES, gemma4_k_eq_v
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import kvpact
 from kvpact import Snapshot

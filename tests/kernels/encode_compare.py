@@ -1,7 +1,5 @@
 """Slots by an encoder against those of the torch body."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

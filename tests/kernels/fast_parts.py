@@ -1,7 +1,5 @@
 """What tests of the fast kernels share: calls of a cache, their parts, and what these should be."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

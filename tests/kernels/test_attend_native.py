@@ -1,7 +1,5 @@
 """Attention by the native kernels is the torch body's, at every shape, format and SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Decoding by the native kernel gives the torch body's numbers, bit by bit, at every SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

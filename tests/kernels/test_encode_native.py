@@ -1,7 +1,5 @@
 """Encoding by the native kernel gives the torch body's bytes, at every SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

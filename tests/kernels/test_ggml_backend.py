@@ -4,8 +4,6 @@
 numpy here, and with ggml's own operations by its test-backend-ops (`kvpact llama-cpp check`).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

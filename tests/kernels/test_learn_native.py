@@ -1,7 +1,5 @@
 """What keys of `trellis` learn natively is what the torch body learns, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from encode_compare import DTYPES, codec_of

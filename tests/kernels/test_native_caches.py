@@ -1,7 +1,5 @@
 """Caches hold and show the same bytes with native kernels as with torch's."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over trellis codes is the torch body's, and decoding gives its numbers to the bit."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -115,11 +115,7 @@ def test_slots_take_fewer_bits_than_with_a_mean_alone():
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda first: first.float(),
-        lambda first: first[:, 1:],
-        lambda first: first * torch.inf,
-    ],
+    [lambda first: first.float(), lambda first: first[:, 1:], lambda first: first * torch.inf],
     ids=["dtype", "width", "infinite"],
 )
 def test_another_state_is_refused(change):

@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from latent_heads import heads_of
 
 from kvpact import MLACache, PrefixCache, create_cache, list_methods
-from kvpact.errors import (
-    CacheFull,
-    DtypeError,
-    GeometryError,
-    MismatchError,
-    SpecError,
-)
+from kvpact.errors import CacheFull, DtypeError, GeometryError, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.registry import Alias
 from kvpact.stores import MemoryStore

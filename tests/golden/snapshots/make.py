@@ -4,8 +4,6 @@ Those of `EARLY` were written when tokens were packed before they left the windo
 them any more.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

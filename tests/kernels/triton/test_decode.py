@@ -1,7 +1,5 @@
 """Decoding by the Triton kernel gives the torch body's numbers, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

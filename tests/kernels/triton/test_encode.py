@@ -1,7 +1,5 @@
 """Encoding by the Triton kernels gives the torch body's bytes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

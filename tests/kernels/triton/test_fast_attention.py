@@ -1,7 +1,5 @@
 """Attention over packed slots by integer products, interpreted, beside the torch body."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -69,11 +67,7 @@ def test_the_order_of_older_versions(monkeypatch, spec):
 
 @pytest.mark.parametrize(
     ("bits", "page"),
-    [
-        (4, 32),
-        (3, 64),
-        *slow(*((bits, page) for bits in BITS for page in (32, 64, 128))),
-    ],
+    [(4, 32), (3, 64), *slow(*((bits, page) for bits in BITS for page in (32, 64, 128)))],
 )
 def test_pages(monkeypatch, bits, page):
     calls = decode_calls(monkeypatch, f"turboquant:bits={bits}", 270, (2, 1, 2, 1, 64), page=page)

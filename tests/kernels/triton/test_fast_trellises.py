@@ -1,7 +1,5 @@
 """Attention over trellises by integer products, interpreted, beside the torch body."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

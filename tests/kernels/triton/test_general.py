@@ -1,7 +1,5 @@
 """Attention by the Triton kernels, interpreted, against the torch bodies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

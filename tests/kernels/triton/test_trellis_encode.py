@@ -1,7 +1,5 @@
 """Encoding of trellises by the Triton kernels gives the torch body's bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from encode_compare import (

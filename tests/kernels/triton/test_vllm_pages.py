@@ -91,13 +91,7 @@ def run(layer, sequences, counts):
     return given[-1].cpu(), torch.cat([s.right for s in sequences])
 
 
-BATCHES = (
-    ([0], [31]),
-    ([0, 1], [1, 11]),
-    ([0, 1], [1, 1]),
-    ([0, 1], [1, 1]),
-    ([1, 0], [3, 1]),
-)
+BATCHES = (([0], [31]), ([0, 1], [1, 11]), ([0, 1], [1, 1]), ([0, 1], [1, 1]), ([1, 0], [3, 1]))
 """Which sequences, and how many tokens of each: prompts, chunks, steps that begin a page."""
 
 
