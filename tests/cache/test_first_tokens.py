@@ -56,14 +56,11 @@ def taken(monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("trellis:bits=4", "trellis:bits=2", "trellis:bits=3,weights=false,blocks=false"),
-        *("turboquant:bits=4", "int:bits=8", "kivi:bits=2", "fp8", "int:bits=8,sinks=0,window=0"),
-        "trellis:bits=4,sinks=0",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    *("trellis:bits=4", "trellis:bits=2", "trellis:bits=3,weights=false,blocks=false"),
+    *("turboquant:bits=4", "int:bits=8", "kivi:bits=2", "fp8", "int:bits=8,sinks=0,window=0"),
+    "trellis:bits=4,sinks=0",
+])  # fmt: skip
 def test_a_layer_like_another_one_holds_what_it_would_hold_alone(spec, taken):
     dtypes, strided = itertools.cycle(DTYPES), itertools.cycle((True, False))
     for shape, tokens in itertools.product(SHAPES, (20, 64, 100, 127, 128, 300, 700)):

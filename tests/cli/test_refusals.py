@@ -30,16 +30,13 @@ def test_caches_that_can_not_be(option):
     assert " ".join(map(str, option)) in refused("size", "int:bits=4", *SHAPE, *option)
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"num_attention_heads": 0}, "can't load the config"),
-        ({"num_key_value_heads": 0}, "can't be found without weights"),
-        ({"num_hidden_layers": 0}, "tells of 0 layers"),
-        ({"num_hidden_layers": 10**9}, "tells of 1000000000 layers"),
-        ({"hidden_size": "wide"}, "can't load the config"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"num_attention_heads": 0}, "can't load the config"),
+    ({"num_key_value_heads": 0}, "can't be found without weights"),
+    ({"num_hidden_layers": 0}, "tells of 0 layers"),
+    ({"num_hidden_layers": 10**9}, "tells of 1000000000 layers"),
+    ({"hidden_size": "wide"}, "can't load the config"),
+])  # fmt: skip
 def test_configs_of_models_that_can_not_be(tmp_path, changed, told):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"

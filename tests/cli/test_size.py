@@ -313,22 +313,19 @@ def test_a_known_model_in_four_bytes_is_asked_of_its_config():
 SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "no model is named"),
-        (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
-        (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
-        (("bogus", *SHAPE), "bogus"),
-        (("none", *SHAPE, "--head-dim", 0), "head_dim"),
-        (("none", *SHAPE, "--batch", 0), "--batch"),
-        (("none", *SHAPE, "--tokens", "-4"), "-4 is no number of tokens"),
-        (("none", *SHAPE, "--tokens", "4M"), "4M is no number of tokens"),
-        (("{tmp}/none", "none"), "no model folder"),
-        (("{tmp}/text.txt", "none"), "can't load the config"),
-        (("{tmp}/t5", "none"), "can't be found without weights"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), [
+    ((), "no model is named"),
+    (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
+    (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
+    (("bogus", *SHAPE), "bogus"),
+    (("none", *SHAPE, "--head-dim", 0), "head_dim"),
+    (("none", *SHAPE, "--batch", 0), "--batch"),
+    (("none", *SHAPE, "--tokens", "-4"), "-4 is no number of tokens"),
+    (("none", *SHAPE, "--tokens", "4M"), "4M is no number of tokens"),
+    (("{tmp}/none", "none"), "no model folder"),
+    (("{tmp}/text.txt", "none"), "can't load the config"),
+    (("{tmp}/t5", "none"), "can't be found without weights"),
+])  # fmt: skip
 def test_what_has_no_size_is_told(args, words, tmp_path):
     (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
     (tmp_path / "t5").mkdir()

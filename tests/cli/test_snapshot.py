@@ -107,15 +107,12 @@ def test_restore_refuses_other_models_and_tenants(saved, model_folder, tmp_path)
     bad("snapshot", "restore", broken, "--model", model_folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("[/x]", "[/x]"),
-        ("[red]a[/red]\\", "[red]a[/red]\\"),
-        ("a\x1b]0;owned\x07b", r"a\x1b]0;owned\x07b"),
-        ("a\u202eb\x9bc\nd", r"a\u202eb\x9bc\nd"),
-    ],
-)
+@pytest.mark.parametrize(("name", "shown"), [
+    ("[/x]", "[/x]"),
+    ("[red]a[/red]\\", "[red]a[/red]\\"),
+    ("a\x1b]0;owned\x07b", r"a\x1b]0;owned\x07b"),
+    ("a\u202eb\x9bc\nd", r"a\u202eb\x9bc\nd"),
+])  # fmt: skip
 def test_what_a_snapshot_says_does_not_steer_the_terminal(name, shown, model_folder, tmp_path):
     """Its maker chooses the names: they are printed as they stand, and nothing else."""
     cache = create_cache("int:bits=4", CacheGeometry(1, 1, 4))

@@ -21,24 +21,13 @@ from kvpact.testing.held import held_bytes, same_bytes
 
 # Limits of the normalised error of N(0, 1) tokens.
 METHODS = {
-    "none": 0.0,
-    "fp8": 0.001,
-    "int:bits=4": 0.01,
-    "turboquant:bits=3": 0.04,
-    "turboquant:bits=3,mode=prod": 0.08,
-    "turboquant:bits=3,center=64": 0.04,
-    "kivi:bits=4": 0.01,
-    "kvarn:bits=4": 0.01,
-    "int:bits=8/turboquant:bits=4": 0.011,
-    "q8_0": 0.0001,
-    "lowrank:rank=200": 0.0,
-    "lowrank:rank=32,per_head=false": 0.75,
-    "lowrank:energy=0.9": 0.11,
-    "vq": 0.12,
-    "vq:codebook_size=60,dims=3,stages=2": 0.014,
-    "hybrid:rank=200": 0.02,
+    "none": 0.0, "fp8": 0.001, "int:bits=4": 0.01, "turboquant:bits=3": 0.04,
+    "turboquant:bits=3,mode=prod": 0.08, "turboquant:bits=3,center=64": 0.04, "kivi:bits=4": 0.01,
+    "kvarn:bits=4": 0.01, "int:bits=8/turboquant:bits=4": 0.011, "q8_0": 0.0001,
+    "lowrank:rank=200": 0.0, "lowrank:rank=32,per_head=false": 0.75, "lowrank:energy=0.9": 0.11,
+    "vq": 0.12, "vq:codebook_size=60,dims=3,stages=2": 0.014, "hybrid:rank=200": 0.02,
     "hybrid:rank=64,quant_bits=8": 0.4,
-}
+}  # fmt: skip
 GROUPED = {"turboquant:bits=3,center=64": 64, "kivi:bits=4": 32, "kvarn:bits=4": 128}
 each_method = pytest.mark.parametrize("method", METHODS)
 each_class = pytest.mark.parametrize("method", class_specs(METHODS))

@@ -22,12 +22,9 @@ from kvpact.testing.held import held_bytes
 RANK, ROPE = 64, 32
 # Groups of a cache leave its sinks out, so with groups slots stay as they are without sinks alone.
 METHODS = [
-    "none",
-    "int:bits=4",
-    "turboquant:bits=3,center=64,sinks=0",
-    "kivi:bits=2,sinks=0/fp8",
+    "none", "int:bits=4", "turboquant:bits=3,center=64,sinks=0", "kivi:bits=2,sinks=0/fp8",
     "kvarn:sinks=0",
-]
+]  # fmt: skip
 
 
 def latents(count: int, seed: int = 0, batch: int = 2) -> tuple[Tensor, Tensor]:

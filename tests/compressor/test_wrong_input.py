@@ -23,45 +23,31 @@ from kvpact.errors import (
 )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LowRank(rank=0),
-        lambda: LowRank(rank=-1),
-        lambda: LowRank(energy=1.5),
-        lambda: LowRank(rank="16"),
-        lambda: Hybrid(rank=0),
-        lambda: Hybrid(quant_bits=3),
-        lambda: Hybrid(quant_bits=16),
-        lambda: VectorQuantization(codebook_size=1),
-        lambda: VectorQuantization(codebook_size=65_537),
-        lambda: VectorQuantization(stages=3),
-        lambda: KVCacheCompressor("lowrank:rank=0"),
-        lambda: KVCacheCompressor(LowRank(), quant_bits=5),
-        lambda: KVCacheCompressor("no-such-method"),
-        lambda: KVCacheCompressor(16),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda: LowRank(rank=0), lambda: LowRank(rank=-1), lambda: LowRank(energy=1.5),
+    lambda: LowRank(rank="16"), lambda: Hybrid(rank=0), lambda: Hybrid(quant_bits=3),
+    lambda: Hybrid(quant_bits=16), lambda: VectorQuantization(codebook_size=1),
+    lambda: VectorQuantization(codebook_size=65_537), lambda: VectorQuantization(stages=3),
+    lambda: KVCacheCompressor("lowrank:rank=0"), lambda: KVCacheCompressor(LowRank(), quant_bits=5),
+    lambda: KVCacheCompressor("no-such-method"), lambda: KVCacheCompressor(16),
+])  # fmt: skip
 def test_wrong_options_are_named(make):
     with pytest.raises(SpecError):
         make()
 
 
-@pytest.mark.parametrize(
-    ("k", "v", "wanted"),
-    [
-        (normal(1, 2, 0, 64), normal(1, 2, 0, 64), GeometryError),
-        (normal(1, 2, 5, 64), normal(1, 2, 6, 64), GeometryError),
-        (normal(1, 2, 5, 64), normal(1, 3, 5, 64), GeometryError),
-        (normal(1, 2, 5, 64), normal(2, 2, 5, 64), GeometryError),
-        (normal(2, 5, 64), normal(2, 5, 64), GeometryError),
-        (normal(1, 2, 5, 64), normal(1, 2, 5, 64).half(), DtypeError),
-        (normal(1, 2, 5, 64).double(), normal(1, 2, 5, 64).double(), DtypeError),
-        (None, normal(1, 2, 5, 64), DtypeError),
-        (normal(1, 2, 5, 64) * torch.nan, normal(1, 2, 5, 64), NonFiniteError),
-        (normal(1, 2, 5, 64), normal(1, 2, 5, 64) / 0, NonFiniteError),
-    ],
-)
+@pytest.mark.parametrize(("k", "v", "wanted"), [
+    (normal(1, 2, 0, 64), normal(1, 2, 0, 64), GeometryError),
+    (normal(1, 2, 5, 64), normal(1, 2, 6, 64), GeometryError),
+    (normal(1, 2, 5, 64), normal(1, 3, 5, 64), GeometryError),
+    (normal(1, 2, 5, 64), normal(2, 2, 5, 64), GeometryError),
+    (normal(2, 5, 64), normal(2, 5, 64), GeometryError),
+    (normal(1, 2, 5, 64), normal(1, 2, 5, 64).half(), DtypeError),
+    (normal(1, 2, 5, 64).double(), normal(1, 2, 5, 64).double(), DtypeError),
+    (None, normal(1, 2, 5, 64), DtypeError),
+    (normal(1, 2, 5, 64) * torch.nan, normal(1, 2, 5, 64), NonFiniteError),
+    (normal(1, 2, 5, 64), normal(1, 2, 5, 64) / 0, NonFiniteError),
+])  # fmt: skip
 def test_wrong_tensors_are_named(k, v, wanted: type[KVPactError]):
     for method in ("lowrank:rank=4", "vq:codebook_size=4", "hybrid:rank=4", "int:bits=4"):
         with pytest.raises(wanted):

@@ -48,14 +48,9 @@ def test_random_requests_together_answer_as_one_by_one(start_vllm, toy, known, s
     requests = random_requests(seed=3)
     alone = [one | {"comes": 70 * i, "aborted": None} for i, one in enumerate(requests)]
     options = {
-        "model": toy,
-        **OPTIONS,
-        "dtype": "float32",
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 4096,
-        "enable_prefix_caching": False,
-        "env": named(known),
-    }
+        "model": toy, **OPTIONS, "dtype": "float32", "max_num_seqs": 8,
+        "max_num_batched_tokens": 4096, "enable_prefix_caching": False, "env": named(known),
+    }  # fmt: skip
     mine, _ = answers(start_vllm, requests, spec, options)
     right, _ = answers(start_vllm, alone, spec, options)
     assert sum(one is None for one in mine) == sum(one["aborted"] is not None for one in requests)
@@ -127,13 +122,9 @@ def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, make_toy, calibra
     learns = spec != "turboquant:bits=4,sinks=0"
     known = calibrated(toy := make_toy(num_key_value_heads=heads))
     options = {
-        "model": toy,
-        **OPTIONS,
-        "dtype": "float32",
-        "max_num_batched_tokens": 64,
-        "forced": [ids(450, seed=2)],
-        "env": named(known) if learns else {},
-    }
+        "model": toy, **OPTIONS, "dtype": "float32", "max_num_batched_tokens": 64,
+        "forced": [ids(450, seed=2)], "env": named(known) if learns else {},
+    }  # fmt: skip
     one = run_vllm(spec, **options)
     two = run_vllm(spec, tensor_parallel_size=2, processes=True, **options)
     right, found = (torch.tensor(answer["forced"][0]) for answer in (one, two))
@@ -178,17 +169,14 @@ def swapped(path):
     return other
 
 
-@pytest.mark.parametrize(
-    ("spec", "change", "reason"),
-    [
-        (SPEC, "gone", "can't be read"),
-        ("turboquant:bits=4,sinks=0", "", "learns nothing"),
-        (f"{SPEC},first=false", "", "packs 64 tokens together"),
-        ("trellis:bits=4,weights=false,sinks=0", "", "run kvpact calibrate with --spec"),
-        (SPEC, "heads", "it was made of another model"),
-        (SPEC, "layers", "the model has 2: it was made of another model"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "change", "reason"), [
+    (SPEC, "gone", "can't be read"),
+    ("turboquant:bits=4,sinks=0", "", "learns nothing"),
+    (f"{SPEC},first=false", "", "packs 64 tokens together"),
+    ("trellis:bits=4,weights=false,sinks=0", "", "run kvpact calibrate with --spec"),
+    (SPEC, "heads", "it was made of another model"),
+    (SPEC, "layers", "the model has 2: it was made of another model"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_when_vllm_starts(
     run_vllm, toy, known, tmp_path, spec, change, reason
 ):

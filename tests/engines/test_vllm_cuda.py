@@ -84,16 +84,13 @@ def test_a_backend_that_is_no_plain_decoders_is_refused(on_cuda, name):
         choose(kv_cache_dtype="auto")
 
 
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        ({"has_sliding_window": True}, "sliding window not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
-        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
-        ({"use_mla": True}, "latent attention"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "reason"), [
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+    ({"has_sliding_window": True}, "sliding window not supported"),
+    ({"has_sink": True}, "attention sinks not supported"),
+    ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+    ({"use_mla": True}, "latent attention"),
+])  # fmt: skip
 def test_what_is_not_covered_is_refused_and_not_given_to_others(on_cuda, asked, reason):
     register()
     with pytest.raises(BackendUnavailable, match=reason):

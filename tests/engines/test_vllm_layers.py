@@ -42,12 +42,9 @@ def test_beside_layers_with_a_sliding_window_none_gives_the_tokens_of_vllm(
 
 def test_pages_of_layers_with_a_sliding_window_shrink_with_those_of_others(run_vllm, gemma):
     options = {
-        "model": gemma,
-        "dtype": "bfloat16",
-        "block_size": 128,
-        "max_model_len": 4096,
+        "model": gemma, "dtype": "bfloat16", "block_size": 128, "max_model_len": 4096,
         "max_num_batched_tokens": 128,
-    }
+    }  # fmt: skip
     own = run_vllm(**options)
     mine = run_vllm(FOUR, greedy=[[prompts_of_unlike_length()[:4], 8]], **options)
     # A sequence of 4,096 tokens takes 32 pages of 128 tokens, and in each of two groups the window

@@ -25,14 +25,11 @@ def test_with_none_the_tokens_are_those_of_vllm(run_vllm, toy, batches, own, by_
     assert "kvpact" not in own["log"]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "turboquant:bits=4,sinks=0",
-        "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
-        "fp8:sinks=0,window=0",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "turboquant:bits=4,sinks=0",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
+    "fp8:sinks=0,window=0",
+])  # fmt: skip
 def test_compressed_pages_are_all_given_back(run_vllm, toy, batches, spec):
     small = {**SMALL, "kv_cache_memory_bytes": SMALL["kv_cache_memory_bytes"] // 6}
     answer = run_vllm(spec, model=toy, greedy=batches, **small)

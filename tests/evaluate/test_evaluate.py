@@ -32,16 +32,9 @@ from kvpact.evaluate.base import row_name
 from kvpact.evaluate.report import protocol_text
 
 FIELDS = [
-    "spec",
-    "bits_per_value",
-    "bytes",
-    "perplexity",
-    "perplexity_change",
-    "kl_mean",
-    "kl_p99",
-    "top1",
-    "seconds",
-]
+    "spec", "bits_per_value", "bytes", "perplexity", "perplexity_change", "kl_mean", "kl_p99",
+    "top1", "seconds",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -288,16 +281,10 @@ def test_methods_that_learn_stand_beside_the_others(model, ids):
     assert rows["vq:dims=2"].bytes > rows["int:bits=4"].bytes
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "words"),
-    [
-        (100, 99, "nothing to score"),
-        (10, 256, "longer text"),
-        (300, 0, "chunk 0"),
-        (300, -1, "1 or more"),
-        (513, 64, "at most 512"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "chunk", "words"), [
+    (100, 99, "nothing to score"), (10, 256, "longer text"), (300, 0, "chunk 0"),
+    (300, -1, "1 or more"), (513, 64, "at most 512"),
+])  # fmt: skip
 def test_sizes_that_allow_no_evaluation(model, tokens, chunk, words):
     ids = torch.zeros(tokens, dtype=torch.long)
     with pytest.raises(EvaluationError, match=words) as caught:

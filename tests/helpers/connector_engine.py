@@ -19,12 +19,9 @@ PAGE, HEADS, DIM, LAYERS = 32, 2, 64, ("layers.0", "layers.1")
 
 def request(name, tokens, **more):
     plain = {
-        "prompt_embeds": None,
-        "cache_salt": None,
-        "mm_features": [],
-        "lora_request": None,
+        "prompt_embeds": None, "cache_salt": None, "mm_features": [], "lora_request": None,
         "skip_reading_prefix_cache": False,
-    }
+    }  # fmt: skip
     ids = list(tokens)
     return SimpleNamespace(
         request_id=name, all_token_ids=ids, num_tokens=len(ids), **{**plain, **more}

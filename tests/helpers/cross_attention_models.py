@@ -26,39 +26,21 @@ from transformers import (
 WIDTH = 32
 SIZES = {
     "t5": {
-        "d_model": WIDTH,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 64,
-        "decoder_start_token_id": 0,
+        "d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
+        "vocab_size": 64, "decoder_start_token_id": 0,
     },
     "bart": {
-        "vocab_size": 64,
-        "d_model": WIDTH,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 3,
-        "forced_eos_token_id": None,
+        "vocab_size": 64, "d_model": WIDTH, "encoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 3, "forced_eos_token_id": None,
     },
     "gemma": {
-        "vocab_size": 64,
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "num_hidden_layers": 2,
+        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "sliding_window": 8, "num_hidden_layers": 2,
     },
-}
+}  # fmt: skip
 
 
 def t5gemma(layers):

@@ -8,13 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 _NOTHING = (
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "_unsafe_view",
-)
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view",
+)  # fmt: skip
 
 
 class Launches(TorchDispatchMode):

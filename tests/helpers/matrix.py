@@ -49,29 +49,15 @@ joint heads, whose codec learns longest, do without the widest."""
 
 
 ENCODED = (
-    *(f"turboquant:bits={bits}" for bits in range(1, 9)),
-    "turboquant:bits=4,scale=l2,seed=5",
-    "turboquant:bits=3,scale=unbiased",
-    "turboquant:bits=4,center=64",
-    "turboquant:bits=2,center=128,scale=l2",
-    *(f"int:bits={bits}" for bits in range(2, 9)),
-    "int:bits=4,group=48",
-    "int:bits=6,zero=true",
-    "int:bits=8,zero=true,group=64",
-    "int:bits=4,group=64,rotate=true",
-    "int:bits=3,zero=true,rotate=true",
-    "fp8",
-    "fp8:format=e5m2",
-    "fp8:scale=none",
-    "fp8:scale=none,format=e5m2",
-    "kivi:bits=2",
-    "kivi:bits=4,group=64",
-    "kivi:bits=3,group=128",
-    "kvarn:bits=4",
-    "kvarn:bits=2,group=32",
-    "kvarn:bits=3,group=128",
+    *(f"turboquant:bits={bits}" for bits in range(1, 9)), "turboquant:bits=4,scale=l2,seed=5",
+    "turboquant:bits=3,scale=unbiased", "turboquant:bits=4,center=64",
+    "turboquant:bits=2,center=128,scale=l2", *(f"int:bits={bits}" for bits in range(2, 9)),
+    "int:bits=4,group=48", "int:bits=6,zero=true", "int:bits=8,zero=true,group=64",
+    "int:bits=4,group=64,rotate=true", "int:bits=3,zero=true,rotate=true", "fp8", "fp8:format=e5m2",
+    "fp8:scale=none", "fp8:scale=none,format=e5m2", "kivi:bits=2", "kivi:bits=4,group=64",
+    "kivi:bits=3,group=128", "kvarn:bits=4", "kvarn:bits=2,group=32", "kvarn:bits=3,group=128",
     "kvarn:bits=8,group=32,seed=3",
-)
+)  # fmt: skip
 """Specs whose K and V have native encodings, without trellises."""
 
 EXACT = ("none:dtype=fp32", "none:dtype=fp16", "none:dtype=bf16")
@@ -92,28 +78,19 @@ UNTREATED = "center=0,first=false,weights=false,blocks=false"
 TRELLISES = (
     *(f"trellis:bits={bits},{UNTREATED}" for bits in range(1, 7)),
     *(f"trellis:bits={bits}" for bits in range(1, 7)),
-    f"trellis:bits=4,states=8,seed=3,{UNTREATED}",
-    "trellis:bits=3,states=8",
-    "trellis:bits=4,center=128",
-    "trellis:bits=3,center=0",
-    "trellis:bits=4,center=0,first=false",
+    f"trellis:bits=4,states=8,seed=3,{UNTREATED}", "trellis:bits=3,states=8",
+    "trellis:bits=4,center=128", "trellis:bits=3,center=0", "trellis:bits=4,center=0,first=false",
     "trellis:bits=2,weights=false,blocks=false,first=false",
-    "trellis:bits=4,weights=false,blocks=false",
-    "trellis:bits=5,blocks=false",
+    "trellis:bits=4,weights=false,blocks=false", "trellis:bits=5,blocks=false",
     "trellis:bits=2,weights=false,seed=4",
-)
+)  # fmt: skip
 """Compared at fewer places than `ENCODED`: torch's search through a trellis takes its time."""
 LEARNT = (
-    "trellis",
-    "trellis:bits=3,center=0",
-    "trellis:bits=5,center=128",
-    "trellis:bits=6,first=false",
-    "trellis:bits=2,weights=false",
-    "trellis:bits=4,blocks=false",
-    "trellis:bits=1,center=0,first=false",
-    "trellis:bits=4,weights=false,blocks=false",
+    "trellis", "trellis:bits=3,center=0", "trellis:bits=5,center=128", "trellis:bits=6,first=false",
+    "trellis:bits=2,weights=false", "trellis:bits=4,blocks=false",
+    "trellis:bits=1,center=0,first=false", "trellis:bits=4,weights=false,blocks=false",
     "trellis:bits=3,center=0,weights=false,blocks=false",
-)
+)  # fmt: skip
 """Specs whose keys learn, in every combination of what they may learn."""
 
 NOT_OF_PAGES = {"exact", "joint"}

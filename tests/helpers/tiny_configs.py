@@ -33,33 +33,17 @@ WINDOW = 16
 """Tokens of layers with a window."""
 Sizes = dict[str, Any]
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 """What every tiny config starts from."""
 LATENT = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
+    "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 24, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2,
     "n_shared_experts": 1,
-}
+}  # fmt: skip
 """Sizes of the latent attention of DeepSeek-V2, V3 and V3.2."""
 
 
@@ -134,15 +118,10 @@ def dots3(sizes):
 
 
 LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 """Sizes of the linear attention and the experts of Qwen3-Next and Qwen4."""
 
 
@@ -166,14 +145,10 @@ def deepseek_v4(sizes, index_topk=4):
 
 
 KINDS = {
-    "inkling": inkling,
-    "dots3": dots3,
-    "qwen3_next": qwen3_next,
-    "lfm2_conv": lfm2,
-    "falcon_h1": falcon_h1,
-    "gemma3": lambda s: gemma3(s, "sliding", "full"),
+    "inkling": inkling, "dots3": dots3, "qwen3_next": qwen3_next, "lfm2_conv": lfm2,
+    "falcon_h1": falcon_h1, "gemma3": lambda s: gemma3(s, "sliding", "full"),
     "deepseek_v4": deepseek_v4,
-}
+}  # fmt: skip
 """Models with layers of several kinds, by name."""
 
 MADE = {"gemma4_k_eq_v": gemma4_k_eq_v}

@@ -38,20 +38,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _HEADS | {"first_k_dense_replace": 1},
     "gemma2": {},
     "gemma3n_text": {
-        "layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 3],
-        "num_hidden_layers": 5,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 5,
+        "layer_types": [
+            "full_attention", "sliding_attention",
+            *["full_attention"] * 3,
+        ],
+        "num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 8,
+        "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5,
     },
     "gemma4_text": {
         "layer_types": ["sliding_attention", *["full_attention"] * 3],
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "sliding_window": 16,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16,
+        "global_head_dim": 32, "sliding_window": 16,
     },
     "gpt_oss": {},
     "mimo_v2_flash": {},
@@ -80,7 +77,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "lfm3": {},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 NAMES = [*_OWN, *KINDS, *INDEXED, *MADE]
 _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}
 """Models of which transformers has no version with logits."""

@@ -63,20 +63,14 @@ def static(config):
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            mamba,
-            "no layer of this model has full attention|has a cache of its own|layers with mamba",
-        ),
-        (minimax, "MiniMaxForCausalLM has a cache of its own"),
-        (OwnWay, "OwnWay makes its cache in a way of its own"),
-        (Holder, r"leaves the work to a part of it: enable that part \(model.part\)"),
-        (static, "cache_implementation='static': set model.generation_config"),
-        (lambda config: torch.nn.Linear(2, 2), "that generates, not Linear: of a PEFT model"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (mamba, "no layer of this model has full attention|has a cache of its own|layers with mamba"),
+    (minimax, "MiniMaxForCausalLM has a cache of its own"),
+    (OwnWay, "OwnWay makes its cache in a way of its own"),
+    (Holder, r"leaves the work to a part of it: enable that part \(model.part\)"),
+    (static, "cache_implementation='static': set model.generation_config"),
+    (lambda config: torch.nn.Linear(2, 2), "that generates, not Linear: of a PEFT model"),
+])  # fmt: skip
 def test_models_that_can_not_be_served(llama, make, message):
     model = make(llama.config)
     before = dict(vars(model))
@@ -85,13 +79,10 @@ def test_models_that_can_not_be_served(llama, make, message):
     assert vars(model) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("int:bits=99",), SpecError, "bits"),
-        (({"default": "none", "layers": {"2": "fp8"}},), SpecError, "layer 2 is not among 2"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (("int:bits=99",), SpecError, "bits"),
+    (({"default": "none", "layers": {"2": "fp8"}},), SpecError, "layer 2 is not among 2"),
+])  # fmt: skip
 def test_wrong_specs(llama, arguments, error, message):
     before = dict(vars(llama))
     with pytest.raises(error, match=message):

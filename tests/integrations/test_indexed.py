@@ -184,20 +184,17 @@ def test_a_packed_index_is_restored_bit_for_bit(packed):
     assert (run(model, again, ids[:, 200:].split([1, 19], 1)) - wanted).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x: None if x.name == "index_codes" else x,
-        lambda x: None if x.name == "index_scale" else x,
-        lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
-        lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
-        lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
-        lambda x: None if x.name.startswith("index") else x,
-        lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
-        lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
-        lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    lambda x: None if x.name == "index_codes" else x,
+    lambda x: None if x.name == "index_scale" else x,
+    lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
+    lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
+    lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
+    lambda x: None if x.name.startswith("index") else x,
+    lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
+    lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
+    lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
+])  # fmt: skip
 def test_an_index_that_does_not_fit_is_refused_and_changes_nothing(wrong, packed):
     cache, model, ids = packed
     records = [x for x in map(wrong, cache.snapshot().records()) if x is not None]

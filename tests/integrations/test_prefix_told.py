@@ -211,16 +211,10 @@ class Adapted(torch.nn.Module):
         return self.base(x)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"_active_adapter": ["two"]},
-        {"scaling": {"one": 2.0, "two": 1.0}},
-        {"merged_adapters": ["one"]},
-        {"_disable_adapters": True},
-    ],
-    ids=lambda change: next(iter(change)),
-)
+@pytest.mark.parametrize("change", [
+    {"_active_adapter": ["two"]}, {"scaling": {"one": 2.0, "two": 1.0}},
+    {"merged_adapters": ["one"]}, {"_disable_adapters": True},
+], ids=lambda change: next(iter(change)))  # fmt: skip
 def test_another_adapter_needs_another_name(llama, store, ids, change):
     layer = llama.model.layers[0]
     layer.mlp = Adapted(layer.mlp)

@@ -33,16 +33,13 @@ def test_a_tensor_that_is_not_known_is_refused_by_name(filled):
     assert cache.layers[0].recurrent_states[0].shape[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("qwen3_next", "linear attention stands for all"),
-        ("lfm2_conv", "a convolution has the last"),
-        ("falcon_h1", "linear attention stands for all"),
-        ("gemma3", "before the window of 16"),
-        ("inkling", "a convolution has the last"),
-    ],
-)
+@pytest.mark.parametrize(("name", "why"), [
+    ("qwen3_next", "linear attention stands for all"),
+    ("lfm2_conv", "a convolution has the last"),
+    ("falcon_h1", "linear attention stands for all"),
+    ("gemma3", "before the window of 16"),
+    ("inkling", "a convolution has the last"),
+])  # fmt: skip
 def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, filled, ids):
     model, cache = filled(name, 20)
     twin = copy.deepcopy(cache)
@@ -168,19 +165,15 @@ def test_an_interrupted_call_makes_no_snapshot(name, filled, ids):
     assert cache.snapshot().tokens == 40
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"name": "keys.0"},
-        {"name": "gates"},
-        {"layer": 1},
-        {"tokens": 19},
-        {"rows": 1, "tensor": torch.zeros(2, 3, WINDOW - 1, 16)},
-        {"tensor": torch.zeros(3, 2, WINDOW, 16)},
-        {"tensor": torch.zeros(3, 2)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("wrong", [
+    {"name": "keys.0"},
+    {"name": "gates"},
+    {"layer": 1},
+    {"tokens": 19},
+    {"rows": 1, "tensor": torch.zeros(2, 3, WINDOW - 1, 16)},
+    {"tensor": torch.zeros(3, 2, WINDOW, 16)},
+    {"tensor": torch.zeros(3, 2)},
+], ids=str)  # fmt: skip
 def test_records_that_do_not_fit_change_nothing(wrong, filled, ids):
     """A file may say anything: what it says is compared with the layer before that changes."""
     model, cache = filled("gemma3", 20)

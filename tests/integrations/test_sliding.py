@@ -30,12 +30,9 @@ PACKED = "int:bits=8,window=0"
 LEARNS = "trellis:bits=4,window=8"
 IDS = torch.randint(3, 128, (3, 200), generator=torch.Generator().manual_seed(11))
 SPLITS = [
-    [1] * 110,
-    [WINDOW - 1, 1, 1, 5, 1, 40, 1, 1, 70],
-    [15, 1, 1, WINDOW - 16, 1, 20, 1, *[1] * 50],
-    [WINDOW + 1, 3, *[1] * 80],
-    [150, 1, 1, 17, 1],
-]
+    [1] * 110, [WINDOW - 1, 1, 1, 5, 1, 40, 1, 1, 70], [15, 1, 1, WINDOW - 16, 1, 20, 1, *[1] * 50],
+    [WINDOW + 1, 3, *[1] * 80], [150, 1, 1, 17, 1],
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -14,11 +14,8 @@ from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named
 
 SPECS = (
-    "trellis:bits=4",
-    "turboquant:bits=4",
-    "kivi:bits=2,window=40,sinks=3",
-    "int:bits=8,window=9",
-)
+    "trellis:bits=4", "turboquant:bits=4", "kivi:bits=2,window=40,sinks=3", "int:bits=8,window=9",
+)  # fmt: skip
 
 
 def ids(tokens, rows=1, seed=0):

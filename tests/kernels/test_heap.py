@@ -235,14 +235,11 @@ def test_large_blocks_come_from_the_system_while_a_prompt_is_stored():
 
 
 @needs_glibc
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("KVPACT_MALLOC", "keep"),
-        ("MALLOC_TRIM_THRESHOLD_", "1000000"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value"), [
+    ("KVPACT_MALLOC", "keep"),
+    ("MALLOC_TRIM_THRESHOLD_", "1000000"),
+    ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
+])  # fmt: skip
 def test_malloc_is_left_as_it_is_where_somebody_says_so(variable, value):
     seen, _, reason = run(**{variable: value})
     assert seen[1] == seen[0]

@@ -129,14 +129,10 @@ def test_sinks_of_several_chunks_stay_with_their_tokens(store, make, ids):
     assert torch.equal(whole.entry(0).v.sinks, fill(make(spec), ids).entry(0).v.sinks)
 
 
-@pytest.mark.parametrize(
-    ("spec", "chunk", "least"),
-    [
-        ("turboquant:bits=3,center=64", 64, 64),
-        ("turboquant:bits=3,center=128", 128, 128),
-        ("int:bits=8", 64, 32),
-    ],
-)
+@pytest.mark.parametrize(("spec", "chunk", "least"), [
+    ("turboquant:bits=3,center=64", 64, 64), ("turboquant:bits=3,center=128", 128, 128),
+    ("int:bits=8", 64, 32),
+])  # fmt: skip
 def test_chunks_are_whole_groups(store, make, ids, spec, chunk, least):
     cache = fill(make(spec), ids)
     prefixes = prefix(store, cache)

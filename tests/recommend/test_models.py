@@ -18,13 +18,9 @@ from kvpact.integrations.transformers import CompressedCache
 from kvpact.recommend import plan, survey
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

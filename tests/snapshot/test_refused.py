@@ -27,15 +27,10 @@ def filled(
 
 
 @pytest.mark.parametrize("dim", [1, 3, 5])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "turboquant:bits=4,center=128,window=0",
-        "kivi:bits=2,group=32,window=0",
-        "int:bits=3,window=0",
-        "kvarn:bits=3,group=32,window=0",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "turboquant:bits=4,center=128,window=0", "kivi:bits=2,group=32,window=0", "int:bits=3,window=0",
+    "kvarn:bits=3,group=32,window=0",
+])  # fmt: skip
 def test_a_page_alone_with_fields_at_odd_offsets_is_restored(spec, dim):
     cache = filled(spec, dim, heads=1)
     held = Snapshot.from_bytes(cache.snapshot(page_size=128).to_bytes())

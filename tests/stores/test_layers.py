@@ -161,15 +161,10 @@ def test_a_file_system_that_fails_is_a_miss_or_a_named_error(monkeypatch):
         assert store.get("a") == b"1"
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "memory://bucket/s?sig=SECRET",
-        "memory://user:SECRET@bucket/s?sig=SECRET",
-        "memory://user:SEC?RET@bucket/s",
-        "memory://bucket/s?sig=SEC@RET",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "memory://bucket/s?sig=SECRET", "memory://user:SECRET@bucket/s?sig=SECRET",
+    "memory://user:SEC?RET@bucket/s", "memory://bucket/s?sig=SEC@RET",
+])  # fmt: skip
 def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
     texts = []
     with FsspecStore(url) as store:
@@ -223,31 +218,21 @@ def test_open_store_passes_options_on_and_wraps(tmp_path):
         store.put("a", b"1")
 
 
-@pytest.mark.parametrize(
-    ("url", "options"),
-    [
-        ("memory://", {"maxbytes": 5}),
-        ("memory://", {"ttl": 0}),
-        ("memory://", {"max_bytes": -1}),
-        ("memory://somewhere", {}),
-        ("file://host/path", {}),
-        ("nosuchscheme://x", {}),
-        ("memory://", {"secret": b"short"}),
-    ],
-)
+@pytest.mark.parametrize(("url", "options"), [
+    ("memory://", {"maxbytes": 5}), ("memory://", {"ttl": 0}), ("memory://", {"max_bytes": -1}),
+    ("memory://somewhere", {}), ("file://host/path", {}), ("nosuchscheme://x", {}),
+    ("memory://", {"secret": b"short"}),
+])  # fmt: skip
 def test_bad_urls_and_options_are_named(url, options):
     with pytest.raises(StoreError):
         open_store(url, **options)
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "make"),
-    [
-        ("redis", "redis", lambda: open_store("redis://localhost")),
-        ("fsspec", "remote", lambda: open_store("s3://bucket")),
-        ("cryptography", "encryption", lambda: open_store("memory://", secret=SECRET)),
-    ],
-)
+@pytest.mark.parametrize(("module", "extra", "make"), [
+    ("redis", "redis", lambda: open_store("redis://localhost")),
+    ("fsspec", "remote", lambda: open_store("s3://bucket")),
+    ("cryptography", "encryption", lambda: open_store("memory://", secret=SECRET)),
+])  # fmt: skip
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra, make):
     for name in [m for m in sys.modules if m.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)

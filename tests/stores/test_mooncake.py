@@ -47,14 +47,10 @@ class TestMooncakeStore(StoreContract):
 def raw(master, code, **names):
     """Run Python in a process of its own, with a client `s` of Mooncake's own."""
     setup = {
-        "local_hostname": "127.0.0.1",
-        "metadata_server": "P2PHANDSHAKE",
-        "local_buffer_size": 16 << 20,
-        "global_segment_size": 0,
-        "protocol": "tcp",
-        "rdma_devices": "",
-        "master_server_addr": f"127.0.0.1:{master.port}",
-    }
+        "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE",
+        "local_buffer_size": 16 << 20, "global_segment_size": 0, "protocol": "tcp",
+        "rdma_devices": "", "master_server_addr": f"127.0.0.1:{master.port}",
+    }  # fmt: skip
     begin = (
         "import json, os, sys\n"
         "from mooncake.store import MooncakeDistributedStore\n"

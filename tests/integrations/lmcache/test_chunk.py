@@ -24,14 +24,9 @@ from kvpact.testing.held import same_bytes
 
 NAME = "a" * 64
 SPECS = [
-    "turboquant:bits=4",
-    "int:bits=8/turboquant:bits=3",
-    "fp8",
-    "kivi",
-    "kvarn",
-    "trellis:bits=4,center=0,first=false,weights=false,blocks=false",
-    "none",
-]
+    "turboquant:bits=4", "int:bits=8/turboquant:bits=3", "fp8", "kivi", "kvarn",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false", "none",
+]  # fmt: skip
 # Layers, heads, tokens; the widths of K and V; how LMCache lays them out.
 LAYOUTS = [
     ((2, 3, 64), (64, 64), "fused"),
@@ -161,18 +156,14 @@ def test_every_flipped_bit_truncation_and_other_name_is_found(small):
     assert small.refused(small.data, name="b" * 64) is IntegrityError
 
 
-@pytest.mark.parametrize(
-    ("spec", "sizes", "dtype"),
-    [
-        ("turboquant:bits=2,scale=l2", (1, 1, 32), torch.bfloat16),
-        ("int:bits=2", (1, 1, 32), torch.bfloat16),
-        ("turboquant:bits=2", (1, 1, 32), torch.float16),
-        ("turboquant:bits=2", (1, 1, 64), torch.bfloat16),
-        ("turboquant:bits=2", (2, 1, 32), torch.bfloat16),
-        ("turboquant:bits=2", (1, 2, 32), torch.bfloat16),
-    ],
-    ids=lambda x: str(x),
-)
+@pytest.mark.parametrize(("spec", "sizes", "dtype"), [
+    ("turboquant:bits=2,scale=l2", (1, 1, 32), torch.bfloat16),
+    ("int:bits=2", (1, 1, 32), torch.bfloat16),
+    ("turboquant:bits=2", (1, 1, 32), torch.float16),
+    ("turboquant:bits=2", (1, 1, 64), torch.bfloat16),
+    ("turboquant:bits=2", (2, 1, 32), torch.bfloat16),
+    ("turboquant:bits=2", (1, 2, 32), torch.bfloat16),
+], ids=lambda x: str(x))  # fmt: skip
 def test_another_spec_dtype_or_shape_is_found(small, spec, sizes, dtype):
     x, _, _ = chunk(sizes, (32, 32), "fused", dtype)
     other = packed(ChunkFormat(spec, ChunkLayout(32, 32)), x)
@@ -195,18 +186,15 @@ def test_a_later_version_is_no_damage(small):
     assert small.refused(header + rest) is FormatError
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("trellis:bits=4", "method of K learns from its tokens"),
-        ("lowrank", "method of K learns from its tokens"),
-        ("int:bits=8/vq", "method of V learns from its tokens"),
-        ("pca:bits=4", "method of K learns from its tokens"),
-        ("turboquant:bits=4,mode=prod", "method of K stores more than slots"),
-        ("recipe.toml", "a recipe by layer is not covered"),
-        ("turbo", "turbo"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "reason"), [
+    ("trellis:bits=4", "method of K learns from its tokens"),
+    ("lowrank", "method of K learns from its tokens"),
+    ("int:bits=8/vq", "method of V learns from its tokens"),
+    ("pca:bits=4", "method of K learns from its tokens"),
+    ("turboquant:bits=4,mode=prod", "method of K stores more than slots"),
+    ("recipe.toml", "a recipe by layer is not covered"),
+    ("turbo", "turbo"),
+])  # fmt: skip
 def test_methods_whose_bytes_are_not_known_before_are_refused(spec, reason):
     with pytest.raises(SpecError, match=reason):
         ChunkFormat(spec, ChunkLayout(64, 64))
@@ -215,20 +203,17 @@ def test_methods_whose_bytes_are_not_known_before_are_refused(spec, reason):
 FP16, WIDTHS = torch.float16, "set the widths of the model's heads"
 
 
-@pytest.mark.parametrize(
-    ("widths", "shape", "dtype", "error", "reason"),
-    [
-        ((64, 64), (2, 128), FP16, GeometryError, WIDTHS),
-        ((64, 64), (2, 3, 32, 100), FP16, GeometryError, WIDTHS),
-        ((64, 64), (3, 32, 64), FP16, GeometryError, WIDTHS),
-        ((64, 32), (2, 3, 32, 64), FP16, GeometryError, WIDTHS),
-        ((64, 64), (4, 3, 32, 128), FP16, GeometryError, WIDTHS),
-        ((64, 64), (3, 0, 128), FP16, GeometryError, WIDTHS),
-        ((64, 64, PAGES), (2, 2, 96, 64), FP16, GeometryError, WIDTHS),
-        ((64, 64, PAGES), (2, 64, 128), FP16, GeometryError, "no whole number of pages of 48"),
-        ((64, 64), (2, 32, 128), torch.uint8, DtypeError, r"uint8; fp32, fp16 and bf16"),
-    ],
-)
+@pytest.mark.parametrize(("widths", "shape", "dtype", "error", "reason"), [
+    ((64, 64), (2, 128), FP16, GeometryError, WIDTHS),
+    ((64, 64), (2, 3, 32, 100), FP16, GeometryError, WIDTHS),
+    ((64, 64), (3, 32, 64), FP16, GeometryError, WIDTHS),
+    ((64, 32), (2, 3, 32, 64), FP16, GeometryError, WIDTHS),
+    ((64, 64), (4, 3, 32, 128), FP16, GeometryError, WIDTHS),
+    ((64, 64), (3, 0, 128), FP16, GeometryError, WIDTHS),
+    ((64, 64, PAGES), (2, 2, 96, 64), FP16, GeometryError, WIDTHS),
+    ((64, 64, PAGES), (2, 64, 128), FP16, GeometryError, "no whole number of pages of 48"),
+    ((64, 64), (2, 32, 128), torch.uint8, DtypeError, r"uint8; fp32, fp16 and bf16"),
+])  # fmt: skip
 def test_what_the_layout_does_not_fit_is_refused(widths, shape, dtype, error, reason):
     form = ChunkFormat("int:bits=8", ChunkLayout(*widths))
     with pytest.raises(error, match=reason):
@@ -262,23 +247,14 @@ def test_tokens_that_are_no_numbers_are_refused(small):
 def test_every_field_of_a_key_counts():
     def key(**fields):
         base = {
-            "chunk_hash": b"\1\2",
-            "model_name": "a",
-            "kv_rank": 1,
-            "object_group_id": 0,
+            "chunk_hash": b"\1\2", "model_name": "a", "kv_rank": 1, "object_group_id": 0,
             "cache_salt": "b",
-        }
+        }  # fmt: skip
         return key_hash(SimpleNamespace(**{**base, **fields}))
 
     keys = [
-        key(),
-        key(chunk_hash=b"\1"),
-        key(model_name="ab"),
-        key(kv_rank=0x01010100),
-        key(object_group_id=1),
-        key(cache_salt=""),
-        key(model_name="a1", kv_rank=10),
-        key(kv_rank=10, object_group_id=0),
-        key(kv_rank=1, object_group_id=10),
-    ]
+        key(), key(chunk_hash=b"\1"), key(model_name="ab"), key(kv_rank=0x01010100),
+        key(object_group_id=1), key(cache_salt=""), key(model_name="a1", kv_rank=10),
+        key(kv_rank=10, object_group_id=0), key(kv_rank=1, object_group_id=10),
+    ]  # fmt: skip
     assert len(set(keys)) == len(keys)

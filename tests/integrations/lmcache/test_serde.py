@@ -167,18 +167,15 @@ def test_what_can_not_be_packed_is_refused_when_it_is_stored_and_said_once(serde
     assert serde.stats()["not_stored"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"spec": "int:bits=8"}, SpecError, r"\['head_dim'\] missing; write "),
-        ({"head_dim": 64}, SpecError, r"\['spec'\] missing"),
-        ({**OPTIONS, "bits": 4}, SpecError, r"\['bits'\] unknown"),
-        ({**OPTIONS, "spec": 4}, SpecError, "a spec is text"),
-        ({**OPTIONS, "spec": "vq"}, SpecError, "learns from its tokens"),
-        ({**OPTIONS, "head_dim": "64"}, GeometryError, "should be the width of a head"),
-        ({**OPTIONS, "cpu_block_size": "32"}, GeometryError, "should be vLLM's --block-size"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"spec": "int:bits=8"}, SpecError, r"\['head_dim'\] missing; write "),
+    ({"head_dim": 64}, SpecError, r"\['spec'\] missing"),
+    ({**OPTIONS, "bits": 4}, SpecError, r"\['bits'\] unknown"),
+    ({**OPTIONS, "spec": 4}, SpecError, "a spec is text"),
+    ({**OPTIONS, "spec": "vq"}, SpecError, "learns from its tokens"),
+    ({**OPTIONS, "head_dim": "64"}, GeometryError, "should be the width of a head"),
+    ({**OPTIONS, "cpu_block_size": "32"}, GeometryError, "should be vLLM's --block-size"),
+])  # fmt: skip
 def test_wrong_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         Served().make(options)

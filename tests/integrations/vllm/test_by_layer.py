@@ -60,12 +60,9 @@ def test_each_layer_is_stored_by_its_own_spec():
 
 def test_layers_with_a_window_know_the_largest_token_beside_them():
     layers = {
-        "layers.0.attn": layer(window=8),
-        "layers.1.attn": layer(heads=3),
-        "layers.2.attn": layer(),
-        "layers.3.experts": SimpleNamespace(),
-        "layers.3.cross": layer(Other),
-    }
+        "layers.0.attn": layer(window=8), "layers.1.attn": layer(heads=3), "layers.2.attn": layer(),
+        "layers.3.experts": SimpleNamespace(), "layers.3.cross": layer(Other),
+    }  # fmt: skip
     # 68 bytes at 4 bits, 136 at 8.
     assert list(give(layers, [FOUR, FOUR, EIGHT, FOUR]).values()) == [
         "at most 272",
@@ -100,16 +97,13 @@ def test_names_that_tell_no_number_are_refused(name):
         layer_number(name, 4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "own", "full", "block"),
-    [
-        (128, 256, 68, 32),  # 8,192 of 8,704 bytes
-        (128, 256, 136, 64),
-        (128, 256, 256, 128),
-        (384, 256, 68, 96),  # parts that are no power of two
-        (256, 512, 68, 32),  # 64 tokens would be too many
-        (32, 256, 68, 32),  # no page is small enough
-    ],
-)
+@pytest.mark.parametrize(("tokens", "own", "full", "block"), [
+    (128, 256, 68, 32),  # 8,192 of 8,704 bytes
+    (128, 256, 136, 64),
+    (128, 256, 256, 128),
+    (384, 256, 68, 96),  # parts that are no power of two
+    (256, 512, 68, 32),  # 64 tokens would be too many
+    (32, 256, 68, 32),  # no page is small enough
+])  # fmt: skip
 def test_pages_beside_others_are_as_large_as_fits(tokens, own, full, block):
     assert sliding_block(tokens, own, full) == block

@@ -54,12 +54,9 @@ def make_scratch(dtype, tokens=1300):
 
 
 BATCHES = (
-    [(0, 1101)],
-    [(0, 1), (1, FEW + 1)],
-    [(1, 1), (0, 70), (2, 17)],
-    [(2, FEW), (1, 95), (0, 51)],
+    [(0, 1101)], [(0, 1), (1, FEW + 1)], [(1, 1), (0, 70), (2, 17)], [(2, FEW), (1, 95), (0, 51)],
     [(2, 1), (1, 1), (0, 1)],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "softcap"])

@@ -67,14 +67,11 @@ def difference_of_treated(spec: str, dim: int, start: int, end: int, dtype: torc
     return compare_slots(*packed(spec, "k", x[:1]), start, end, dtype, True, decode_triton)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "dtype"),
-    [
-        (TREATED[0], 64, torch.float32),
-        (TREATED[3], 80, torch.float16),
-        ("trellis:bits=2,weights=false,blocks=false,first=false", 128, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "dtype"), [
+    (TREATED[0], 64, torch.float32),
+    (TREATED[3], 80, torch.float16),
+    ("trellis:bits=2,weights=false,blocks=false,first=false", 128, torch.bfloat16),
+])  # fmt: skip
 def test_treated_keys(spec, dim, dtype):
     assert difference_of_treated(spec, dim, 20, 60, dtype) == ""
 

@@ -69,21 +69,18 @@ def test_every_format_at_every_width(spec):
             assert compare(spec, side, *tokens, encoder=encoder) == "", (dim, side, place)
 
 
-@pytest.mark.parametrize(
-    ("spec", "side", "counts", "start"),
-    [
-        ("turboquant:bits=5", "k", [1, 36, 1], 127),
-        ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
-        ("turboquant:bits=4,center=64", "k", [64, 64], 64),
-        *slow(
-            ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
-            ("turboquant:bits=7", "v", [5, 40, 1], 90),
-            ("int:bits=2", "v", [9, 1, 1, 40], 3),
-            ("fp8", "v", [3, 1, 70], 61),
-            ("kivi:bits=2", "k", [32, 96, 32], 96),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side", "counts", "start"), [
+    ("turboquant:bits=5", "k", [1, 36, 1], 127),
+    ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
+    ("turboquant:bits=4,center=64", "k", [64, 64], 64),
+    *slow(
+        ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
+        ("turboquant:bits=7", "v", [5, 40, 1], 90),
+        ("int:bits=2", "v", [9, 1, 1, 40], 3),
+        ("fp8", "v", [3, 1, 70], 61),
+        ("kivi:bits=2", "k", [32, 96, 32], 96),
+    ),
+])  # fmt: skip
 def test_pieces_are_the_whole(spec, side, counts, start):
     (tokens,), _ = random_pieces(spec, side, 36, sum(counts), start, torch.bfloat16)
     pieces = list(tokens[:1, 1:].split(counts, 2))
@@ -104,13 +101,10 @@ SPECIAL_CASES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("spec", "side"),
-    [
-        *SPECIAL_CASES[:6],
-        *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side"), [
+    *SPECIAL_CASES[:6],
+    *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
+])  # fmt: skip
 def test_special_values(spec, side):
     """Zeros of both signs, subnormal and tiny numbers, ties, large numbers beside small ones."""
     group = codec_of(spec, side, 64, torch.float32).group
@@ -185,15 +179,12 @@ def test_deferred_checks_leave_a_flag_and_the_host_waits_for_nothing(spec, numbe
     assert bool(good) == (number == 1.0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "size"),
-    [
-        ("turboquant:bits=4", 60_000.0),
-        ("int:bits=8", 8.3e6),
-        ("int:bits=4,zero=true,rotate=true", 9_000.0),
-        ("fp8", 2.91e7),
-    ],
-)
+@pytest.mark.parametrize(("spec", "size"), [
+    ("turboquant:bits=4", 60_000.0),
+    ("int:bits=8", 8.3e6),
+    ("int:bits=4,zero=true,rotate=true", 9_000.0),
+    ("fp8", 2.91e7),
+])  # fmt: skip
 def test_tokens_that_are_beyond_the_limit_and_fit_are_encoded(spec, size):
     """The limit is what surely fits: beyond it, what is stored decides."""
     codec = codec_of(spec, "k", 64, torch.float32)
@@ -209,16 +200,13 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
     check_gaps(encoder(codec), codec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "reason"),
-    [
-        ("qjl", 64, "no native encoding for SignCodec"),
-        ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
-        ("trellis:bits=4", 4, "trellises of less than 8 channels"),
-        ("kvarn:bits=4", 64, "tokens and channels of a group are balanced"),
-        ("fp8", 2048, "width 2048 is above 1024"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "reason"), [
+    ("qjl", 64, "no native encoding for SignCodec"),
+    ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
+    ("trellis:bits=4", 4, "trellises of less than 8 channels"),
+    ("kvarn:bits=4", 64, "tokens and channels of a group are balanced"),
+    ("fp8", 2048, "width 2048 is above 1024"),
+])  # fmt: skip
 def test_what_is_not_covered_says_why(spec, dim, reason):
     assert encode_reason(codec_of(spec, "k", dim, torch.float32)) == reason
 

@@ -23,13 +23,10 @@ from kvpact.testing.data import random_tokens
 MAKER = BackendContract()
 CODES = "turboquant:bits=4,sinks=3,window=9"
 SPECS = (
-    "none",
-    "fp8:sinks=3,window=9",
-    "int:bits=8,sinks=2,window=0/turboquant:bits=3,window=27",
-    "kivi:bits=2,sinks=0,window=5",
-    "kvarn:bits=3,group=32,sinks=0,window=0",
+    "none", "fp8:sinks=3,window=9", "int:bits=8,sinks=2,window=0/turboquant:bits=3,window=27",
+    "kivi:bits=2,sinks=0,window=5", "kvarn:bits=3,group=32,sinks=0,window=0",
     "turboquant:bits=3,center=64,sinks=3,window=0/kivi:bits=2,sinks=1,window=1",
-)
+)  # fmt: skip
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
@@ -79,20 +76,13 @@ def test_formats(spec):
     assert error([made(spec, "one token", 20, torch.float32, 70)]) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("name", "dim", "dtype"),
-    [
-        ("a short past", 64, torch.bfloat16),
-        ("a chunk", 16, torch.float16),
-        ("softcap", 33, torch.float32),
-        ("a sliding window", 20, torch.float32),
-        ("sinks", 36, torch.float32),
-        ("padding", 20, torch.bfloat16),
-        ("not causal", 20, torch.float32),
-        ("nothing seen", 20, torch.float32),
-        ("an additive mask", 20, torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("name", "dim", "dtype"), [
+    ("a short past", 64, torch.bfloat16), ("a chunk", 16, torch.float16),
+    ("softcap", 33, torch.float32), ("a sliding window", 20, torch.float32),
+    ("sinks", 36, torch.float32), ("padding", 20, torch.bfloat16),
+    ("not causal", 20, torch.float32), ("nothing seen", 20, torch.float32),
+    ("an additive mask", 20, torch.float16),
+])  # fmt: skip
 def test_rules(name, dim, dtype):
     held = CALLS[name][0] if "mask" in CALLS[name][3] else min(CALLS[name][0], 40)
     call = made(CODES, name, dim, dtype, held)
@@ -197,14 +187,11 @@ def latents(spec: str, held: int, new: int, dtype: torch.dtype, rank: int = 40) 
     return AttendCall(step.view, k, v, q, config, step.padding, latent=True)
 
 
-@pytest.mark.parametrize(
-    ("spec", "held", "new", "dtype"),
-    [
-        (CODES, 75, 4, torch.float32),
-        ("kivi:bits=4,sinks=0,window=3/none", 100, 1, torch.float32),
-        ("none/fp8:sinks=0,window=0", 66, 1, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "held", "new", "dtype"), [
+    (CODES, 75, 4, torch.float32),
+    ("kivi:bits=4,sinks=0,window=3/none", 100, 1, torch.float32),
+    ("none/fp8:sinks=0,window=0", 66, 1, torch.bfloat16),
+])  # fmt: skip
 def test_latents(spec, held, new, dtype):
     call = latents(spec, held, new, dtype)
     assert error([call]) < BOUNDS[dtype]
@@ -214,13 +201,10 @@ def test_latents(spec, held, new, dtype):
 TREATED = "trellis:bits=3,sinks=2,window=3"
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "held"),
-    [
-        ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
-        *slow((TREATED, 20, 200), (TREATED, 72, 200)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "held"), [
+    ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
+    *slow((TREATED, 20, 200), (TREATED, 72, 200)),
+])  # fmt: skip
 def test_treated_keys(spec, dim, held):
     call = made(spec, "one token", dim, torch.float32, held)
     assert call.view.k.exact_from >= 64

@@ -34,18 +34,15 @@ def encoder(codec) -> TritonEncoder:
     return TritonEncoder(codec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "side", "dim", "count", "start", "dtype"),
-    [
-        ("trellis:bits=3", "k", 64, 64, 64, torch.bfloat16),
-        *slow(("trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16)),
-        ("trellis:bits=2,weights=false,blocks=false", "k", 36, 64, 0, torch.float32),
-        (f"trellis:bits=1,{_PLAIN}", "k", 32, 3, 31, torch.float32),
-        (f"trellis:bits=4,states=8,{_PLAIN}", "k", 16, 3, 30, torch.float32),
-        (f"trellis:bits=6,{_PLAIN}", "v", 20, 7, 60, torch.bfloat16),
-        (V3, "v", 33, 40, 100, torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), [
+    ("trellis:bits=3", "k", 64, 64, 64, torch.bfloat16),
+    *slow(("trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16)),
+    ("trellis:bits=2,weights=false,blocks=false", "k", 36, 64, 0, torch.float32),
+    (f"trellis:bits=1,{_PLAIN}", "k", 32, 3, 31, torch.float32),
+    (f"trellis:bits=4,states=8,{_PLAIN}", "k", 16, 3, 30, torch.float32),
+    (f"trellis:bits=6,{_PLAIN}", "v", 20, 7, 60, torch.bfloat16),
+    (V3, "v", 33, 40, 100, torch.float16),
+])  # fmt: skip
 def test_bytes(spec, side, dim, count, start, dtype):
     (x,), _ = treated_pieces(spec, side, dim, count, 0, dtype)
     x = x[:1, :1, :count]

@@ -36,14 +36,9 @@ BROKEN = {
     "TestTrusting": {"test_wrong_states_are_refused"},
 }
 GOOD = {
-    "TestTernary",
-    "TestTernaryInACache",
-    "TestTernaryOnPages",
-    "TestScaled",
-    "TestScaledInACache",
-    "TestScaledOnPages",
-    "TestListCache",
-}
+    "TestTernary", "TestTernaryInACache", "TestTernaryOnPages", "TestScaled", "TestScaledInACache",
+    "TestScaledOnPages", "TestListCache",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
