@@ -166,12 +166,9 @@ def test_a_damaged_offset_in_a_snapshot_is_refused():
     wrong = replace(state.streams[0], origin=(0, 0))
     with pytest.raises(FormatError, match="origin"):
         Snapshot.build(
-            [replace(state, streams=(wrong, state.streams[1]))],
-            slots=1,
-            geometry=GEOMETRY,
-            layout="contiguous",
-            page_size=64,
-        )
+            [replace(state, streams=(wrong, state.streams[1]))], slots=1, geometry=GEOMETRY,
+            layout="contiguous", page_size=64,
+        )  # fmt: skip
 
 
 def test_prefixes_are_shared_by_caches_of_the_same_offset_alone():

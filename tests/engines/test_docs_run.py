@@ -69,14 +69,10 @@ class Program:
         self.text, self._log = text, fresh.folder / f"{len(list(fresh.folder.glob('*.log')))}.log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                ["bash", "-e", "-c", text],
-                env=fresh.env,
-                cwd=fresh.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                ["bash", "-e", "-c", text], env=fresh.env, cwd=fresh.folder,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     @property
     def log(self):

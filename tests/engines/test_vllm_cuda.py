@@ -164,17 +164,13 @@ class Batch:
 
         starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to("meta"),
-            query_start_loc_cpu=starts,
+            query_start_loc=starts.to("meta"), query_start_loc_cpu=starts,
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device="meta"),
             seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-            num_reqs=len(lengths),
-            num_actual_tokens=sum(new),
-            max_query_len=max(new),
-            max_seq_len=max(lengths),
-            block_table_tensor=torch.tensor(pages, dtype=torch.int32),
+            num_reqs=len(lengths), num_actual_tokens=sum(new), max_query_len=max(new),
+            max_seq_len=max(lengths), block_table_tensor=torch.tensor(pages, dtype=torch.int32),
             slot_mapping=torch.zeros(sum(new), device="meta"),
-        )
+        )  # fmt: skip
 
 
 @pytest.fixture

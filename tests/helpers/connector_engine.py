@@ -56,15 +56,9 @@ class Engine:
         }
         self.counts, self.told = ConnectorCounts(), []
         self.scheduler = PrefixScheduler(
-            form,
-            options,
-            store,
-            model,
-            lambda request: request.lora_request,
-            self.counts,
-            loads=roles[0],
-            saves=roles[1],
-        )
+            form, options, store, model, lambda request: request.lora_request, self.counts,
+            loads=roles[0], saves=roles[1],
+        )  # fmt: skip
         self.worker = PrefixWorker(form, options, store, self.counts)
         pages = {name: PackedPages(page, self.memory[name]) for name in LAYERS}
         self.damaged = set()

@@ -64,26 +64,17 @@ DECODERS = {
     "bart": lambda n: BartForCausalLM(BartConfig(**SIZES["bart"], decoder_layers=n)),
     "trocr": lambda n: TrOCRForCausalLM(
         TrOCRConfig(
-            vocab_size=64,
-            d_model=WIDTH,
-            cross_attention_hidden_size=WIDTH,
-            decoder_layers=n,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=64,
-        )
+            vocab_size=64, d_model=WIDTH, cross_attention_hidden_size=WIDTH,
+            decoder_layers=n, decoder_attention_heads=2, decoder_ffn_dim=64,
+        ),
     ),
     "bert": lambda n: BertLMHeadModel(
         BertConfig(
-            vocab_size=64,
-            hidden_size=WIDTH,
-            num_attention_heads=2,
-            intermediate_size=64,
-            num_hidden_layers=n,
-            is_decoder=True,
-            add_cross_attention=True,
-        )
+            vocab_size=64, hidden_size=WIDTH, num_attention_heads=2, intermediate_size=64,
+            num_hidden_layers=n, is_decoder=True, add_cross_attention=True,
+        ),
     ),
-}
+}  # fmt: skip
 
 
 def made(model, name, layers):

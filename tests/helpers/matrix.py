@@ -119,14 +119,10 @@ def facts(spec: str) -> Facts:
     """Return the facts of a spec."""
     k, v = both = codecs(spec)
     return Facts(
-        k.group > 1,
-        v.group > 1,
-        any(codec.learns_from > 0 for codec in both),
-        any(codec.has_bias for codec in both),
-        any(codec.joint for codec in both),
-        any(codec.exact for codec in both),
-        any(isinstance(codec, FittedCodec) for codec in both),
-    )
+        k.group > 1, v.group > 1, any(codec.learns_from > 0 for codec in both),
+        any(codec.has_bias for codec in both), any(codec.joint for codec in both),
+        any(codec.exact for codec in both), any(isinstance(codec, FittedCodec) for codec in both),
+    )  # fmt: skip
 
 
 def class_specs(specs: Iterable[str]) -> list[str]:

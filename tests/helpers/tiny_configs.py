@@ -81,40 +81,23 @@ def lfm2(sizes: Sizes) -> Any:
 
 def inkling(sizes):
     return InklingTextConfig(
-        **sizes,
-        head_dim=16,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=16,
-        sliding_window_size=WINDOW,
-        d_rel=8,
-        rel_extent=64,
-        layer_types=["hybrid_sliding", "hybrid"],
-        mlp_layer_types=["dense", "dense"],
+        **sizes, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=WINDOW, d_rel=8, rel_extent=64,
+        layer_types=["hybrid_sliding", "hybrid"], mlp_layer_types=["dense", "dense"],
         logits_mup_width_multiplier=1.0,
-    )
+    )  # fmt: skip
 
 
 def dots3(sizes):
     latent = {"q_lora_rank": 16, "head_dim": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
     return Dots3NoteTextConfig(
-        **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3},
-        **latent,
-        **{f"swa_{name}": value for name, value in latent.items()},
-        kv_lora_rank=32,
-        swa_kv_lora_rank=48,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=4,
-        qk_rope_head_dim=16,
-        moe_intermediate_size=32,
-        shared_experts_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        sliding_window=WINDOW,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-        use_dsa=False,
-    )
+        **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3}, **latent,
+        **{f"swa_{name}": value for name, value in latent.items()}, kv_lora_rank=32,
+        swa_kv_lora_rank=48, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+        qk_rope_head_dim=16, moe_intermediate_size=32, shared_experts_intermediate_size=32,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], use_dsa=False,
+    )  # fmt: skip
 
 
 LINEAR = {
@@ -160,45 +143,28 @@ INDEX = {"index_head_dim": 32, "index_n_heads": 16, "index_topk": 24}
 
 def minimax_m3(sizes, **more):
     return MiniMaxM3VLTextConfig(
-        **{**sizes, "num_hidden_layers": 3},
-        head_dim=16,
-        rotary_dim=8,
-        dense_intermediate_size=64,
-        shared_intermediate_size=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **{**sizes, "num_hidden_layers": 3}, head_dim=16, rotary_dim=8, dense_intermediate_size=64,
+        shared_intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["full_attention", "minimax_m3_sparse", "full_attention"],
-        mlp_layer_types=["dense"] * 3,
-        index_n_heads=2,
+        mlp_layer_types=["dense"] * 3, index_n_heads=2,
         **{"index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, **more},
-    )
+    )  # fmt: skip
 
 
 def qwen4(sizes, index_topk=24):
     return Qwen4ExpTextConfig(
-        **sizes,
-        **LINEAR,
-        head_dim=16,
-        layer_types=["linear_attention", "indexed_attention"],
-        indexer_n_heads=16,
-        indexer_kv_heads=1,
-        indexer_head_dim=32,
-        indexer_budget=index_topk,
-        indexer_compress_ratio=4,
-        hc_count=2,
-        hc_lowrank=8,
-    )
+        **sizes, **LINEAR, head_dim=16, layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=index_topk,
+        indexer_compress_ratio=4, hc_count=2, hc_lowrank=8,
+    )  # fmt: skip
 
 
 def glm5(sizes, index_topk=24):
     return Glm5NextTextConfig(
-        **sizes | LATENT | INDEX | {"index_topk": index_topk, "qk_rope_head_dim": 0},
-        index_kpool=4,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        layer_types=["linear_attention", "indexed_attention"],
-        hc_mult=2,
-    )
+        **sizes | LATENT | INDEX | {"index_topk": index_topk, "qk_rope_head_dim": 0}, index_kpool=4,
+        linear_head_dim=16, linear_num_heads=4,
+        layer_types=["linear_attention", "indexed_attention"], hc_mult=2,
+    )  # fmt: skip
 
 
 def latent_indexed(config):

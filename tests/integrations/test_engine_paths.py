@@ -22,15 +22,10 @@ HYBRID = {
     "falcon_h1": falcon_h1,
     "zamba2": lambda s: Zamba2Config(
         **{**s, "num_hidden_layers": 3, "num_key_value_heads": 4},
-        layers_block_type=["mamba", "hybrid", "hybrid"],
-        mamba_d_state=8,
-        n_mamba_heads=4,
-        mamba_ngroups=1,
-        chunk_size=8,
-        num_mem_blocks=1,
-        adapter_rank=8,
+        layers_block_type=["mamba", "hybrid", "hybrid"], mamba_d_state=8, n_mamba_heads=4,
+        mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, adapter_rank=8,
     ),
-}
+}  # fmt: skip
 
 
 def unpadded(prompt):

@@ -33,19 +33,15 @@ YARN |= {"original_max_position_embeddings": 128}
 MODELS = {
     "qwen2": lambda s: Qwen2Config(**s | WIDE),
     "qwen2_yarn": lambda s: Qwen2Config(**s | WIDE, **rope(**YARN)),
-    "phi": lambda s: PhiConfig(**s | WIDE),
-    "starcoder2": lambda s: Starcoder2Config(**s | WIDE),
+    "phi": lambda s: PhiConfig(**s | WIDE), "starcoder2": lambda s: Starcoder2Config(**s | WIDE),
     "gpt_neox": lambda s: GPTNeoXConfig(
-        **{k: v for k, v in (s | WIDE).items() if k != "num_key_value_heads"}
+        **{k: v for k, v in (s | WIDE).items() if k != "num_key_value_heads"},
     ),
     "gpt_oss": lambda s: GptOssConfig(
-        **s,
-        head_dim=DIM,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+        **s, head_dim=DIM, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["full_attention"] * 2,
     ),
-}
+}  # fmt: skip
 
 
 def large_bias(heads, rotary=DIM, norm=605.0, seed=5):

@@ -83,14 +83,10 @@ def test_masks_over_several_chunks():
 def test_all_rules_together():
     g = torch.Generator().manual_seed(4)
     config = AttendConfig(
-        softmax_scale=0.3,
-        n_kv_groups=3,
-        softcap=4.0,
-        sliding_window=290,
-        sink_logits=torch.randn(6, generator=g),
-        mask=torch.rand(2, 6, 9, 600, generator=g) < 0.7,
+        softmax_scale=0.3, n_kv_groups=3, softcap=4.0, sliding_window=290,
+        sink_logits=torch.randn(6, generator=g), mask=torch.rand(2, 6, 9, 600, generator=g) < 0.7,
         padding=torch.tensor([0, 320]),
-    )
+    )  # fmt: skip
     check(config, total=600, queries=9)
 
 

@@ -43,12 +43,9 @@ class Pages(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cache = PagedKVCache(
-            self.spec,
-            GEOMETRY,
-            self.num_pages,
-            page_size=self.page_size,
+            self.spec, GEOMETRY, self.num_pages, page_size=self.page_size,
             calibration=calibration(self.spec),
-        )
+        )  # fmt: skip
         self.size, self.empty_bytes = self.cache.pool.page_size, self.cache.memory_usage()
         self.models, self.freed = {}, []
 

@@ -91,15 +91,9 @@ def test_chunks_are_counted(serde, removed, x):
     serde.deserialize(data, again, KEY)
     assert 0.05 < (again.tensors[0] - x).float().norm() / x.float().norm() < 0.11
     assert serde.stats() == {
-        "spec": "turboquant:bits=4,sinks=0,window=0",
-        "stored": 1,
-        "stored_bytes": data.get_size(),
-        "given_bytes": x.nbytes,
-        "not_stored": 0,
-        "loaded": 1,
-        "damaged": 0,
-        "mismatched": 0,
-    }
+        "spec": "turboquant:bits=4,sinks=0,window=0", "stored": 1, "stored_bytes": data.get_size(),
+        "given_bytes": x.nbytes, "not_stored": 0, "loaded": 1, "damaged": 0, "mismatched": 0,
+    }  # fmt: skip
     assert not removed
 
 

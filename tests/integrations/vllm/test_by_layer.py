@@ -34,14 +34,10 @@ class Other:
 
 def layer(backend=Plain, window=None, heads=2, kv_cache_dtype="auto"):
     return SimpleNamespace(
-        attn_backend=backend,
-        sliding_window=window,
-        num_kv_heads=heads,
-        head_size=64,
-        head_size_v=64,
-        kv_cache_dtype=kv_cache_dtype,
+        attn_backend=backend, sliding_window=window, num_kv_heads=heads, head_size=64,
+        head_size_v=64, kv_cache_dtype=kv_cache_dtype,
         kv_cache_torch_dtype=torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8,
-    )
+    )  # fmt: skip
 
 
 def give(layers, specs):
@@ -65,12 +61,8 @@ def test_layers_with_a_window_know_the_largest_token_beside_them():
     }  # fmt: skip
     # 68 bytes at 4 bits, 136 at 8.
     assert list(give(layers, [FOUR, FOUR, EIGHT, FOUR]).values()) == [
-        "at most 272",
-        FOUR,
-        EIGHT,
-        None,
-        Other,
-    ]
+        "at most 272", FOUR, EIGHT, None, Other,
+    ]  # fmt: skip
 
 
 def test_what_was_given_stays_and_other_kinds_keep_their_kind():

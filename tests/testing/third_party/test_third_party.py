@@ -64,13 +64,9 @@ def run(site, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=site,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, *arguments], cwd=site, env=environment, capture_output=True, text=True,
         timeout=500,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
