@@ -18,32 +18,23 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvpact import parse_spec
+from kvpact import parse_spec, testing
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.testing import (
-    SHAPES,
-    CacheContract,
-    FittedCacheContract,
-    FittedMethodContract,
-    FittedPagedCacheContract,
-    MethodContract,
-    PagedCacheContract,
-    example_specs,
-    method_specs,
-    variant_specs,
-    without,
-)
 
 CONTRACTS = {
-    False: {"Method": MethodContract, "Cache": CacheContract, "Paged": PagedCacheContract},
+    False: {
+        "Method": testing.MethodContract,
+        "Cache": testing.CacheContract,
+        "Paged": testing.PagedCacheContract,
+    },
     True: {
-        "Method": FittedMethodContract,
-        "Cache": FittedCacheContract,
-        "Paged": FittedPagedCacheContract,
+        "Method": testing.FittedMethodContract,
+        "Cache": testing.FittedCacheContract,
+        "Paged": testing.FittedPagedCacheContract,
     },
 }
-SOME_SHAPES = (SHAPES[1], SHAPES[4], SHAPES[5])
+SOME_SHAPES = (testing.SHAPES[1], testing.SHAPES[4], testing.SHAPES[5])
 """For what others stand for: rows, heads, all widths, two dtypes, more than two segments. Caches of
 joint heads, whose codec learns longest, do without the widest."""
 
@@ -158,12 +149,12 @@ def kit_classes(
     module: str, *kinds: str, fitted: bool, grouped: bool | None = None
 ) -> Iterator[tuple[str, type]]:
     """Yield names and classes of tests for a module, of kinds ``Method``, ``Cache``, ``Paged``."""
-    examples = example_specs(fitted=fitted, grouped=grouped)
-    variants = variant_specs(fitted=fitted, grouped=grouped)
+    examples = testing.example_specs(fitted=fitted, grouped=grouped)
+    variants = testing.variant_specs(fitted=fitted, grouped=grouped)
     whole = {
-        "Method": method_specs(),
-        "Cache": class_specs(example_specs(fitted=fitted)),
-        "Paged": page_specs(example_specs(fitted=fitted)),
+        "Method": testing.method_specs(),
+        "Cache": class_specs(testing.example_specs(fitted=fitted)),
+        "Paged": page_specs(testing.example_specs(fitted=fitted)),
     }
     for kind in kinds:
         contract = CONTRACTS[fitted][kind]
@@ -179,5 +170,5 @@ def kit_classes(
                 members["pytestmark"] = pytest.mark.slow
             name = "".join(part.capitalize() for part in spec.replace("=", " ").split())
             title = f"Test{kind}_{name}"
-            omitted = without(contract, _kept(kind, spec, complete))
+            omitted = testing.without(contract, _kept(kind, spec, complete))
             yield title, type(title, (contract,), omitted | members)

@@ -7,17 +7,11 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from cross_attention_models import PAIRED, in_pair, made, source
 from families import skip_without_chunks
 from tiny_configs import gemma3
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
 
 from kvpact import KeyOffset
 from kvpact.errors import EnableError, KVPactError
@@ -94,7 +88,7 @@ def test_the_cache_comes_back_with_the_result(llama, prompt, greedy):
 
 
 def test_a_cache_of_the_caller_wins(llama, prompt, greedy):
-    mine, theirs = CompressedCache(llama, "none"), DynamicCache(config=llama.config)
+    mine, theirs = CompressedCache(llama, "none"), transformers.DynamicCache(config=llama.config)
     exact = tokens(llama, greedy, **prompt)
     with enable(llama, COARSE):
         for cache in (mine, theirs):
@@ -120,7 +114,7 @@ def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
         with pytest.raises(KVPactError, match="rolls back transformers' own"):
             model.generate(given["input_ids"][:1], **greedy, prompt_lookup_num_tokens=3)
     assert torch.equal(result.sequences, wanted)
-    assert isinstance(cache_of(result), EncoderDecoderCache)
+    assert isinstance(cache_of(result), transformers.EncoderDecoderCache)
     assert isinstance(cache_of(result).self_attention_cache, CompressedCache)
 
 
@@ -128,10 +122,10 @@ def test_pipelines_use_it(llama):
     words = {"pad": 0, "start": 1, "end": 2} | {f"w{i}": i for i in range(3, 128)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="pad")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="pad")
     text = " ".join(f"w{3 + 7 * i % 120}" for i in range(40))
     options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
-    generator = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    generator = transformers.pipeline("text-generation", model=llama, tokenizer=tokenizer)
     exact = generator([text, text[:40]], batch_size=2, **options)
     ids = tokenizer(text, return_tensors="pt").input_ids
     cache = CompressedCache(llama, COARSE)
@@ -191,7 +185,7 @@ def test_a_model_is_freed_with_its_last_user(make_model, llama):
 
 
 def test_a_shallow_copy_outlives_its_original(make_model, sizes, prompt, greedy):
-    model = make_model(LlamaConfig(**sizes))
+    model = make_model(transformers.LlamaConfig(**sizes))
     plain = tokens(model, greedy, **prompt)
     enable(model, "none")
     other = copy.copy(model)

@@ -5,17 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpact import KVCacheCompressor
-from kvpact.errors import (
-    DtypeError,
-    FormatError,
-    GeometryError,
-    IntegrityError,
-    KVPactError,
-    MismatchError,
-    NonFiniteError,
-    SpecError,
-)
+from kvpact import KVCacheCompressor, errors
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, CPUPages
 from kvpact.integrations.lmcache.serde import key_hash
@@ -134,7 +124,7 @@ def small():
     def refused(data, name=NAME, into=None):
         out = torch.full_like(x, 7) if into is None else into
         before = out.clone()
-        with pytest.raises(KVPactError) as found:
+        with pytest.raises(errors.KVPactError) as found:
             form.unpack(data, name, [out])
         assert same_bytes(out, before)
         return found.type
@@ -149,11 +139,11 @@ def test_every_flipped_bit_truncation_and_other_name_is_found(small):
         return bytes(data)
 
     for place in range(8 * len(small.data)):
-        assert small.refused(flipped(place)) is IntegrityError
+        assert small.refused(flipped(place)) is errors.IntegrityError
     cut = [small.data[:length] for length in range(len(small.data))]
     for data in (*cut, small.data + b"\0", bytes(len(small.data))):
-        assert small.refused(data) is IntegrityError
-    assert small.refused(small.data, name="b" * 64) is IntegrityError
+        assert small.refused(data) is errors.IntegrityError
+    assert small.refused(small.data, name="b" * 64) is errors.IntegrityError
 
 
 @pytest.mark.parametrize(("spec", "sizes", "dtype"), [
@@ -167,7 +157,7 @@ def test_every_flipped_bit_truncation_and_other_name_is_found(small):
 def test_another_spec_dtype_or_shape_is_found(small, spec, sizes, dtype):
     x, _, _ = chunk(sizes, (32, 32), "fused", dtype)
     other = packed(ChunkFormat(spec, ChunkLayout(32, 32)), x)
-    assert small.refused(other) is MismatchError
+    assert small.refused(other) is errors.MismatchError
 
 
 def test_shapes_of_as_many_bytes_are_told_apart():
@@ -175,7 +165,7 @@ def test_shapes_of_as_many_bytes_are_told_apart():
     x, _, _ = chunk((2, 3, 32), (32, 32), "fused")
     y, _, _ = chunk((3, 2, 32), (32, 32), "fused")
     assert len(packed(form, x)) == len(packed(form, y))
-    with pytest.raises(MismatchError, match=r"where .* is wanted"):
+    with pytest.raises(errors.MismatchError, match=r"where .* is wanted"):
         form.unpack(packed(form, x), NAME, [y])
 
 
@@ -183,7 +173,7 @@ def test_a_later_version_is_no_damage(small):
     blob = bytearray(unseal(NAME, small.data).blob)
     at = blob.index(b'"version":"1"')
     header, rest = seal(NAME, memoryview(blob[:at] + b'"version":"2"' + blob[at + 13 :]), 0.0)
-    assert small.refused(header + rest) is FormatError
+    assert small.refused(header + rest) is errors.FormatError
 
 
 @pytest.mark.parametrize(("spec", "reason"), [
@@ -196,7 +186,7 @@ def test_a_later_version_is_no_damage(small):
     ("turbo", "turbo"),
 ])  # fmt: skip
 def test_methods_whose_bytes_are_not_known_before_are_refused(spec, reason):
-    with pytest.raises(SpecError, match=reason):
+    with pytest.raises(errors.SpecError, match=reason):
         ChunkFormat(spec, ChunkLayout(64, 64))
 
 
@@ -204,15 +194,15 @@ FP16, WIDTHS = torch.float16, "set the widths of the model's heads"
 
 
 @pytest.mark.parametrize(("widths", "shape", "dtype", "error", "reason"), [
-    ((64, 64), (2, 128), FP16, GeometryError, WIDTHS),
-    ((64, 64), (2, 3, 32, 100), FP16, GeometryError, WIDTHS),
-    ((64, 64), (3, 32, 64), FP16, GeometryError, WIDTHS),
-    ((64, 32), (2, 3, 32, 64), FP16, GeometryError, WIDTHS),
-    ((64, 64), (4, 3, 32, 128), FP16, GeometryError, WIDTHS),
-    ((64, 64), (3, 0, 128), FP16, GeometryError, WIDTHS),
-    ((64, 64, PAGES), (2, 2, 96, 64), FP16, GeometryError, WIDTHS),
-    ((64, 64, PAGES), (2, 64, 128), FP16, GeometryError, "no whole number of pages of 48"),
-    ((64, 64), (2, 32, 128), torch.uint8, DtypeError, r"uint8; fp32, fp16 and bf16"),
+    ((64, 64), (2, 128), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64), (2, 3, 32, 100), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64), (3, 32, 64), FP16, errors.GeometryError, WIDTHS),
+    ((64, 32), (2, 3, 32, 64), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64), (4, 3, 32, 128), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64), (3, 0, 128), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64, PAGES), (2, 2, 96, 64), FP16, errors.GeometryError, WIDTHS),
+    ((64, 64, PAGES), (2, 64, 128), FP16, errors.GeometryError, "no whole number of pages of 48"),
+    ((64, 64), (2, 32, 128), torch.uint8, errors.DtypeError, r"uint8; fp32, fp16 and bf16"),
 ])  # fmt: skip
 def test_what_the_layout_does_not_fit_is_refused(widths, shape, dtype, error, reason):
     form = ChunkFormat("int:bits=8", ChunkLayout(*widths))
@@ -222,25 +212,27 @@ def test_what_the_layout_does_not_fit_is_refused(widths, shape, dtype, error, re
 
 @pytest.mark.parametrize("width", [0, -1, 64.0, "64", True])
 def test_widths_are_whole_numbers(width):
-    with pytest.raises(GeometryError, match="should be the width of a head"):
+    with pytest.raises(errors.GeometryError, match="should be the width of a head"):
         ChunkLayout(64, width)
 
 
 def test_vllms_cpu_worker_has_one_width():
-    with pytest.raises(GeometryError, match="one width in vLLM's CPU worker"):
+    with pytest.raises(errors.GeometryError, match="one width in vLLM's CPU worker"):
         ChunkLayout(64, 32, PAGES)
 
 
 def test_a_chunk_is_a_whole_number_of_groups():
     form = ChunkFormat("kivi", ChunkLayout(64, 64))
-    with pytest.raises(GeometryError, match=r"48 tokens.* packs 32 of K together.*--chunk-size"):
+    with pytest.raises(
+        errors.GeometryError, match=r"48 tokens.* packs 32 of K together.*--chunk-size"
+    ):
         form.nbytes([((2, 48, 128), FP16)])
 
 
 def test_tokens_that_are_no_numbers_are_refused(small):
     x = small.x.clone()
     x[0, 5, 3] = torch.nan
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(errors.NonFiniteError):
         small.form.pack([x], NAME)
 
 
