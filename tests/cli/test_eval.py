@@ -93,12 +93,8 @@ def test_eval_tasks(model_folder, tmp_path):
         "--seed", 4, "--model", model_folder, "--out", tmp_path,
     )  # fmt: skip
     for words in (
-        "exact: log-probability",
-        "key-value",
-        "20 questions",
-        "with seed 4",
-        "tasks.png",
-    ):
+        "exact: log-probability", "key-value", "20 questions", "with seed 4", "tasks.png",
+    ):  # fmt: skip
         assert words in out
     (data,) = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert data["seed"] == 4 and len(data["scores"]) == 20

@@ -95,10 +95,8 @@ def completed(line):
     """What bash is told to offer behind a line."""
     words = line.split(" ")
     env = {
-        "_KVPACT_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
-    }
+        "_KVPACT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
     return CliRunner().invoke(app, [], prog_name="kvpact", env=env).stdout.split()
 
 

@@ -29,10 +29,8 @@ def test_round_trip(method: str, tokens: int, tmp_path):
     again = CompressedKV.load(tmp_path / "a.safetensors")
     assert (again.spec, again.layout, again.error) == (given.spec, given.layout, given.error)
     assert (again.k_shape, again.v_shape, again.dtype) == (
-        given.k_shape,
-        given.v_shape,
-        given.dtype,
-    )
+        given.k_shape, given.v_shape, given.dtype,
+    )  # fmt: skip
     assert given.tensors().keys() == again.tensors().keys()
     assert all(same_bytes(x, again.tensors()[name]) for name, x in given.tensors().items())
     for x, y in zip(given.decompress(), again.decompress(), strict=True):

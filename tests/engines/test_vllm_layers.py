@@ -7,11 +7,9 @@ FOUR = "turboquant:bits=4,sinks=0"
 KINDS = (["sliding_attention"] * 2 + ["full_attention"]) * 2
 # Two groups of two layers with a window, and one with full attention.
 GEMMA = {
-    "num_hidden_layers": 6,
-    "sliding_window": 40,
-    "layer_types": KINDS,
+    "num_hidden_layers": 6, "sliding_window": 40, "layer_types": KINDS,
     "max_position_embeddings": 4096,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

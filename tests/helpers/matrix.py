@@ -24,16 +24,14 @@ from kvpact.methods.fitted import FittedCodec
 
 CONTRACTS = {
     False: {
-        "Method": testing.MethodContract,
-        "Cache": testing.CacheContract,
+        "Method": testing.MethodContract, "Cache": testing.CacheContract,
         "Paged": testing.PagedCacheContract,
     },
     True: {
-        "Method": testing.FittedMethodContract,
-        "Cache": testing.FittedCacheContract,
+        "Method": testing.FittedMethodContract, "Cache": testing.FittedCacheContract,
         "Paged": testing.FittedPagedCacheContract,
     },
-}
+}  # fmt: skip
 SOME_SHAPES = (testing.SHAPES[1], testing.SHAPES[4], testing.SHAPES[5])
 """For what others stand for: rows, heads, all widths, two dtypes, more than two segments. Caches of
 joint heads, whose codec learns longest, do without the widest."""

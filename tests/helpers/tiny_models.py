@@ -12,8 +12,7 @@ from kvpact.integrations.transformers.facts import layer_facts
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
 _SMALL = {
-    "head_dim": 16,
-    **dict.fromkeys(_EXPERTS, 4),
+    "head_dim": 16, **dict.fromkeys(_EXPERTS, 4),
     **dict.fromkeys(("num_experts_per_tok", "linear_num_key_heads"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "n_groups"), 1),
@@ -25,9 +24,8 @@ _SMALL = {
     **{"mamba_d_state": 8, "ssm_state_size": 8, "mamba_n_groups": 1, "mamba_num_heads": 4},
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **{"mamba_chunk_size": 8, "chunk_size": 8, "mamba_n_heads": 8},
-    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
-    "global_head_dim": 32,
-}
+    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}, "global_head_dim": 32,
+}  # fmt: skip
 """What makes a model small, where its config has it."""
 _HEADS = {"num_key_value_heads": 4}
 _OWN: dict[str, dict[str, Any]] = {

@@ -50,10 +50,8 @@ def test_mask_sizes_and_lengths(llama, prompt):
     cache = prefilled(llama, prompt)
     layer = cache.layers[0]
     assert (layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()) == (
-        40,
-        (45, 0),
-        -1,
-    )
+        40, (45, 0), -1,
+    )  # fmt: skip
     assert (getattr(cache, "batch_size", 2), cache.is_compileable) == (2, False)
     assert getattr(cache, "is_croppable", True)
     assert all(layer.is_initialized for layer in cache.layers)

@@ -33,11 +33,9 @@ def tokens(model, options, **inputs):
         raise
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [{}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 3}, {"prefill_chunk_size": 6}],
-    ids=["greedy", "sampling", "beams", "chunked-prefill"],
-)
+@pytest.mark.parametrize("extra", [
+    {}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 3}, {"prefill_chunk_size": 6},
+], ids=["greedy", "sampling", "beams", "chunked-prefill"])  # fmt: skip
 def test_a_padded_batch_has_the_tokens_of_a_cache_that_is_passed(llama, prompt, greedy, extra):
     options = {**greedy, **extra}
     exact = tokens(llama, options, **prompt)

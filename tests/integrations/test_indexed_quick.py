@@ -162,14 +162,12 @@ def test_for_anything_else_they_are_the_keys(handle):
     keys, whole, q = handle
     assert keys.shape == whole.shape and keys.dtype == whole.dtype and "198" in repr(keys)
     for use in (
-        lambda k: k[1, 3:9],
-        lambda k: torch.cat([k, k[:, :2]], 1),
+        lambda k: k[1, 3:9], lambda k: torch.cat([k, k[:, :2]], 1),
         lambda k: torch.split(k, [16, 16], -1)[1],
-        lambda k: (k.unsqueeze(1).transpose(-1, -2) * 2).sum(1),
-        lambda k: k.transpose(0, 1),
+        lambda k: (k.unsqueeze(1).transpose(-1, -2) * 2).sum(1), lambda k: k.transpose(0, 1),
         lambda k: torch.matmul(q, k.transpose(-2, -1).unsqueeze(1)).abs().amax(2),
         lambda k: (q @ k.mT.unsqueeze(1)).relu(),
-    ):
+    ):  # fmt: skip
         assert torch.allclose(use(keys), use(whole), atol=2e-3)
     keys = KeysHandle.of(keys.keys)
     keys[:, 3] = 0  # what is written into it is read of it

@@ -267,11 +267,9 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
 
 def test_wrong_options_are_told_before_a_model_is_loaded(tmp_path):
     for option, value, words in (
-        ("--budget", "much", "neither a share"),
-        ("--budget", "trelis:bits=3", "nor a spec"),
-        ("--context", 0, "'--context'"),
-        ("--tokens", 10, "10 tokens give nothing"),
-    ):
+        ("--budget", "much", "neither a share"), ("--budget", "trelis:bits=3", "nor a spec"),
+        ("--context", 0, "'--context'"), ("--tokens", 10, "10 tokens give nothing"),
+    ):  # fmt: skip
         result = invoke("recommend", tmp_path / "no-model", option, value)
         assert result.exit_code == 2 and words in result.stderr
 

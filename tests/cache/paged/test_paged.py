@@ -78,16 +78,11 @@ def test_unknown_and_freed_ids(wrong):
     before = state(cache)
     for seq in (wrong, gone):
         for call in (
-            lambda s: cache.free(s),
-            lambda s: cache.fork(s),
-            lambda s: cache.seq_len(s),
-            lambda s: cache.truncate(s, 0),
-            lambda s: cache.reserve([kept, s], 100),
-            lambda s: cache.append(0, {kept: kv(1), s: kv(1)}),
-            lambda s: cache.publish(s, [1]),
-            lambda s: cache.view([s]),
-            lambda s: cache.block_table([kept, s]),
-        ):
+            lambda s: cache.free(s), lambda s: cache.fork(s), lambda s: cache.seq_len(s),
+            lambda s: cache.truncate(s, 0), lambda s: cache.reserve([kept, s], 100),
+            lambda s: cache.append(0, {kept: kv(1), s: kv(1)}), lambda s: cache.publish(s, [1]),
+            lambda s: cache.view([s]), lambda s: cache.block_table([kept, s]),
+        ):  # fmt: skip
             with pytest.raises(errors.SequenceError):
                 call(seq)
             assert_same(state(cache), before)

@@ -18,11 +18,9 @@ GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
 EARLY = {
     "turboquant": "turboquant:bits=4,window=20",
     "cut-group": "kivi:bits=2,sinks=2,window=5/int:bits=8",
-    "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0",
-    "paged": "int:bits=4",
-    "offset": "turboquant:bits=3,sinks=2,window=9",
-    "energies": "trellis:bits=3,sinks=2,window=5",
-}
+    "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0", "paged": "int:bits=4",
+    "offset": "turboquant:bits=3,sinks=2,window=9", "energies": "trellis:bits=3,sinks=2,window=5",
+}  # fmt: skip
 CASES = EARLY | {
     "waiting": "kivi:bits=2,sinks=2,window=40/turboquant:bits=4,window=3",
     "learning": "trellis:bits=3,sinks=2,window=5",

@@ -19,11 +19,9 @@ SPECS = [
 ]  # fmt: skip
 # Layers, heads, tokens; the widths of K and V; how LMCache lays them out.
 LAYOUTS = [
-    ((2, 3, 64), (64, 64), "fused"),
-    ((3, 2, 96), (80, 80), "apart"),
-    ((1, 1, 64), (128, 64), "latent"),
-    ((2, 1, 160), (33, 33), "fused"),
-]
+    ((2, 3, 64), (64, 64), "fused"), ((3, 2, 96), (80, 80), "apart"),
+    ((1, 1, 64), (128, 64), "latent"), ((2, 1, 160), (33, 33), "fused"),
+]  # fmt: skip
 
 
 def chunk(sizes, widths, kind, dtype=torch.bfloat16, seed=0):

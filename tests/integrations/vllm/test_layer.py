@@ -41,12 +41,9 @@ def make_sequence(text, pages, count, seed):
 
 def check_mixed_batches(layer, first, second, third):
     for sequences, counts in (
-        ([first], [70]),
-        ([first, second], [1, 33]),
-        ([second, first, third], [1, 1, 17]),
-        ([third, second, first], [1, 40, 1]),
-        ([third, first, second], [1, 1, 1]),
-    ):
+        ([first], [70]), ([first, second], [1, 33]), ([second, first, third], [1, 1, 17]),
+        ([third, second, first], [1, 40, 1]), ([third, first, second], [1, 1, 1]),
+    ):  # fmt: skip
         out, right = run(layer, sequences, counts, SCALE)
         assert torch.equal(out, right)
 

@@ -10,12 +10,10 @@ from kvpact.integrations.vllm.prompt import FEW, PAGE, Scratch
 from kvpact.integrations.vllm.window import Row
 
 SPECS = (
-    "none:sinks=0,window=0",
-    "turboquant:bits=4,sinks=0",
-    "int:bits=4,sinks=0,window=5",
+    "none:sinks=0,window=0", "turboquant:bits=4,sinks=0", "int:bits=4,sinks=0,window=5",
     "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
     "turboquant:bits=3,sinks=0,window=0/fp8:sinks=0,window=0",
-)
+)  # fmt: skip
 HEADS, GROUPS, DIM = 2, 2, 64
 CONFIGS = (AttendConfig(softmax_scale=0.125), AttendConfig(softmax_scale=0.3, softcap=2.0))
 

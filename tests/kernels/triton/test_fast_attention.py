@@ -35,12 +35,10 @@ MORE = ("int:bits=4,zero=true", "turboquant:bits=3,center=64")
 """With zeros, and with shifts per channel and group of tokens."""
 SLOW = (
     *(f"turboquant:bits={bits},center={group}" for bits in BITS for group in (64, 128)),
-    "int:bits=8,zero=true",
-    "int:bits=2,group=64,zero=true",
+    "int:bits=8,zero=true", "int:bits=2,group=64,zero=true",
     "int:bits=3,group=128,zero=true/int:bits=3,group=32,zero=true",
-    "int:bits=4,group=1024,zero=true,rotate=true",
-    "turboquant:bits=2,center=64/turboquant:bits=3",
-)
+    "int:bits=4,group=1024,zero=true,rotate=true", "turboquant:bits=2,center=64/turboquant:bits=3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", [*one_per_form((*PAIRS, *INTEGERS)), *MORE, *slow(*SLOW)])

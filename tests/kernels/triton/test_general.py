@@ -125,12 +125,10 @@ def masks(total: int) -> dict[str, Tensor]:
     seen[1, 2, 3] = False
     lowest = torch.finfo(torch.float16).min
     return {
-        "boolean": seen,
-        "one head": seen[:, :1],
-        "one row": seen[:1].expand(2, -1, -1, -1),
+        "boolean": seen, "one head": seen[:, :1], "one row": seen[:1].expand(2, -1, -1, -1),
         "additive": torch.randn(1, 6, 5, total, generator=generator, dtype=torch.float64),
         "lowest": torch.where(seen, 0.5, lowest).half(),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["one head", "lowest", *slow("boolean", "one row", "additive")])

@@ -16,13 +16,11 @@ from kvpact.testing.data import by_name
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (
-    "turboquant:bits=4",
-    "int:bits=8,window=0,sinks=0",
-    "kivi:bits=2,group=32",
+    "turboquant:bits=4", "int:bits=8,window=0,sinks=0", "kivi:bits=2,group=32",
     pytest.param("int:bits=4/turboquant:bits=2,window=5", marks=pytest.mark.slow),
     pytest.param("fp8:window=3,sinks=2", marks=pytest.mark.slow),
     pytest.param("turboquant:bits=3,center=64/int:bits=8", marks=pytest.mark.slow),
-)
+)  # fmt: skip
 
 
 def tokens(count, generator, dtype=torch.float32, batch=1):
