@@ -157,14 +157,10 @@ def test_an_exact_cache_has_no_kl_and_the_perplexity_of_one_forward(model, ids):
     with torch.inference_mode():
         log_p = model(ids[None]).logits[0].double().log_softmax(-1)
     nll = -log_p[64:299].gather(-1, ids[65:, None])
-    assert result.protocol.scored == row_count(result) == 235
+    assert result.protocol.scored == (result.protocol.tokens - 1 - result.protocol.chunk) == 235
     assert row.perplexity == pytest.approx(nll.mean().exp().item(), rel=1e-5)
     assert result.protocol.reference_perplexity == pytest.approx(row.perplexity, rel=1e-9)
     assert row.bytes == 2 * 2 * 2 * 300 * 32 * 4
-
-
-def row_count(result):
-    return result.protocol.tokens - 1 - result.protocol.chunk
 
 
 def test_the_first_chunk_is_left_out_of_every_metric(model, ids):

@@ -21,11 +21,6 @@ def random_codes(bits: int, tokens: int, dim: int, seed: int = 0) -> torch.Tenso
     return torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
 
 
-def plane_bits(codes: np.ndarray, low: int, width: int) -> np.ndarray:
-    """Return bits `low … low + width` of codes on a new last axis, the lowest first."""
-    return np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
-
-
 def words(bits: np.ndarray) -> np.ndarray:
     """Return bits along the last axis as little-endian 32-bit words, the last one filled up."""
     padded = np.concatenate(
@@ -38,7 +33,7 @@ def oracle(codes: np.ndarray, bits: int, order: str) -> np.ndarray:
     """Return the words of one tile's codes `[32, dim]`, bit arithmetic by numpy alone."""
     parts, low = [], 0
     for width in planes(bits):
-        plane = plane_bits(codes, low, width)
+        plane = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
         if order == "token":
             parts.append(words(plane.reshape(TILE, -1)))
         else:
