@@ -105,8 +105,7 @@ class Histories(RuleBasedStateMachine):
         expected = [torch.cat(pair, 2) for pair in zip(past, (k, v), strict=True)]
         if how == "prefill":
             result = self.cache.prefill(0, k, v, config=config)
-            assert same_bytes(result.k, expected[0])
-            assert same_bytes(result.v, expected[1])
+            assert same_bytes(result.k, expected[0]) and same_bytes(result.v, expected[1])
             return
         if how == "decode":
             output = self.cache.decode(0, k, v, q, config).output

@@ -141,17 +141,14 @@ def test_a_basis_is_extended_when_new_tokens_leave_it():
     assert same.tensors()["k.state.basis"].shape[-1] == 8
     extended = first.append(more, v[:, :, :50])
     assert extended.tensors()["k.state.basis"].shape[-1] in range(9, 13)
-    assert extended.tensors()["v.state.basis"].shape[-1] == 8
-    assert extended.error.k < 1e-3
+    assert extended.tensors()["v.state.basis"].shape[-1] == 8 and extended.error.k < 1e-3
     got = extended.decompress()[0]
     torch.testing.assert_close(got[:, :, :100], first.decompress()[0], rtol=0, atol=1e-5)
     frozen = first.append(more, v[:, :, :50], bound=1.0)
-    assert frozen.tensors()["k.state.basis"].shape[-1] == 8
-    assert frozen.error.k > 0.1
+    assert frozen.tensors()["k.state.basis"].shape[-1] == 8 and frozen.error.k > 0.1
     # An impossible bound ends at the full width.
     full = first.append(normal(1, 2, 80, 64), v[:, :, :80], bound=0.0)
-    assert full.tensors()["k.state.basis"].shape[-1] == 64
-    assert full.error.k < 1e-8
+    assert full.tensors()["k.state.basis"].shape[-1] == 64 and full.error.k < 1e-8
     with pytest.raises(GeometryError):
         first.append(more, v[:, :, :50], bound=2.0)
 

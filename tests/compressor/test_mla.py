@@ -34,8 +34,7 @@ def test_packed_latents_go_there_and_back(spec: str, count: int, tmp_path):
     cache.store(1, k=c_kv, v=k_rope)
     compressor = kvpact.KVCacheCompressor(spec)
     first = compressor.compress_mla_cache(cache, 1)
-    assert first.k_shape == (2, 1, count, RANK)
-    assert first.v_shape == (2, 1, count, ROPE)
+    assert first.k_shape == (2, 1, count, RANK) and first.v_shape == (2, 1, count, ROPE)
     # The same slots as of the latents themselves: nothing was expanded or quantised twice.
     assert same(first, kvpact.KVCacheCompressor(cache.specs[0]).compress_kv(c_kv, k_rope))
     first.save(tmp_path / "x.safetensors")

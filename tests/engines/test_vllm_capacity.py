@@ -34,8 +34,7 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
 
 def test_the_name_of_its_pages_without_a_spec_is_refused_by_vllm(run_vllm, toy):
     log = run_vllm(fails=True, model=toy, max_model_len=512, kv_cache_dtype="kvpact")["log"]
-    assert "ValidationError" in log
-    assert "cache_dtype" in log
+    assert "ValidationError" in log and "cache_dtype" in log
 
 
 @pytest.mark.parametrize(("spec", "options", "reason"), [

@@ -73,8 +73,7 @@ def test_scores_are_stable_for_huge_logits_and_zero_for_equal_ones():
     targets = torch.zeros(70, dtype=torch.long)
     assert torch.isfinite(score_tokens(ref, ref.roll(1, 0), targets).kl).all()
     equal = score_tokens(ref, ref.clone(), targets)
-    assert equal.kl.max() == 0
-    assert equal.agree.all()
+    assert equal.kl.max() == 0 and equal.agree.all()
 
 
 def test_scores_of_no_token_and_of_wrong_shapes():
@@ -150,8 +149,7 @@ def run(model, ids, cache_type, chunk=64):
 def test_an_exact_cache_has_no_kl_and_the_perplexity_of_one_forward(model, ids):
     result = run(model, ids, Measured)
     (row,) = result.rows
-    assert row.kl_max <= 1e-9
-    assert row.top1 == 100
+    assert row.kl_max <= 1e-9 and row.top1 == 100
     assert row.perplexity_change == pytest.approx(0, abs=1e-6)
     # Logits 64 to 298 predict tokens 65 to 299: 235 tokens, the first chunk left out.
     with torch.inference_mode():
@@ -171,8 +169,7 @@ def test_the_first_chunk_is_left_out_of_every_metric(model, ids):
         spoilt_at = 64
 
     (later,) = run(model, ids, SpoiltLater).rows
-    assert later.kl_mean > 0.01
-    assert later.top1 < 100
+    assert later.kl_mean > 0.01 and later.top1 < 100
 
 
 @pytest.mark.parametrize(("tokens", "scored"), [(66, 1), (128, 63), (129, 64), (130, 65)])
@@ -192,8 +189,7 @@ def test_rows_steps_and_bytes_of_real_caches(model, ids):
     result = evaluate(model, ids, specs, chunk=64, progress=lambda *step: steps.append(step))
     none, fine, coarse = result.rows
     assert [row.spec for row in result.rows] == ["none", *specs]
-    assert none.kl_max <= 1e-9 and none.top1 == 100
-    assert none.slot_bits_per_value == 32
+    assert none.kl_max <= 1e-9 and none.top1 == 100 and none.slot_bits_per_value == 32
     assert 0 < fine.kl_mean < coarse.kl_mean / 10
     assert (fine.slot_bits_per_value, coarse.slot_bits_per_value) == (8.5, 2.5)
     assert (fine.sinks, fine.window, none.sinks, none.window) == (4, 64, 0, 0)
@@ -258,8 +254,7 @@ def test_a_recipe_is_evaluated_under_its_file_name(model, ids, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('default = "int:bits=4"\n[layers]\n0 = "fp8"\n', encoding="utf-8")
     none, row = evaluate(model, ids, [str(path)], chunk=64).rows
-    assert row.spec == "plan.toml"
-    assert 4.5 < row.slot_bits_per_value < 8.5
+    assert row.spec == "plan.toml" and 4.5 < row.slot_bits_per_value < 8.5
     assert none.spec == "none"
 
 
@@ -343,8 +338,7 @@ def test_report_files(tmp_path):
     text = files[1].read_text("utf-8")
     for words in ("chunks of 256", "2048 tokens of book.txt", "torch 2", "first chunk left out"):
         assert words in text
-    assert markdown_table(rows) in text
-    assert "`int:bits=2` (packed only)" in text
+    assert markdown_table(rows) in text and "`int:bits=2` (packed only)" in text
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path):
@@ -364,6 +358,5 @@ def test_plot_is_a_picture_whatever_there_is_to_draw(tmp_path, count):
     save_plot(rows, tmp_path / "plot.png", title="a title")
     with Image.open(tmp_path / "plot.png") as image:
         image.load()
-        assert image.format == "PNG"
-        assert image.size == (1500, 960)
+        assert image.format == "PNG" and image.size == (1500, 960)
         assert len(image.convert("RGB").getcolors(1 << 24)) > 20

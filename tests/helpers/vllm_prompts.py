@@ -46,5 +46,4 @@ def random_requests(seed, count=200):
 
 def check_that_the_pool_was_small(answer):
     assert answer["metrics"]["vllm:num_preemptions"] > 0
-    assert answer["metrics"]["vllm:prefix_cache_hits"] > 0
-    assert answer["all_free"]
+    assert answer["metrics"]["vllm:prefix_cache_hits"] > 0 and answer["all_free"]

@@ -100,8 +100,7 @@ def test_rollbacks_go_behind_and_in_front_of_a_gap(llama, ids):
     cache.crop(-NEW)
     assert_near(llama(ids[:, PAST:], **named(cache)).logits, wanted)
     cache.crop(-(PAST + NEW - 100))
-    assert cache.get_seq_length() == 100
-    assert cache.held().seq_len() == 40
+    assert cache.get_seq_length() == 100 and cache.held().seq_len() == 40
     cache.crop(-70)
     assert cache.get_seq_length() == cache.held().seq_len() == 30
     found = llama(ids[:, 30:], **named(cache)).logits

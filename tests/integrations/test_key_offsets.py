@@ -166,10 +166,8 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
         return fallbacks(call)[1]
 
     (message,) = said(qwen2.config, SPEC)
-    assert "norm 605" in message
-    assert "CompressedCache(model, spec)" in message
-    assert not said(qwen2.config, "none")
-    assert not said(qwen2.config, SPEC, key_offsets=None)
+    assert "norm 605" in message and "CompressedCache(model, spec)" in message
+    assert not said(qwen2.config, "none") and not said(qwen2.config, SPEC, key_offsets=None)
     assert not said(qwen2.config, SPEC, key_offsets=key_offsets(qwen2))
     assert not said(qwen2, SPEC)
 

@@ -77,8 +77,7 @@ def test_the_other_ways_to_generate(model, prompt, greedy):
         got = model.generate(**made, **named(CompressedCache(model.config, "none")))
         return torch.equal(got, wanted)
 
-    assert both(num_beams=3)
-    assert both(prefill_chunk_size=16)
+    assert both(num_beams=3) and both(prefill_chunk_size=16)
     twin = copy.deepcopy(model)
     cache = CompressedCache(twin.config, "none")
     wanted = model.generate(**prompt, **greedy)

@@ -79,8 +79,7 @@ def test_smollm2_loads_quietly_and_ready_to_use(smollm2, capfd):
     if hasattr(logging, "set_tqdm_hook"):  # else transformers shows its bar
         assert capfd.readouterr() == ("", ""), "a second load converts nothing and prints nothing"
     assert (model.config.num_hidden_layers, model.config.num_key_value_heads) == (30, 3)
-    assert model.dtype == torch.float32
-    assert not model.training
+    assert model.dtype == torch.float32 and not model.training
     assert model.config._attn_implementation == "sdpa"
     text = "Catherine Morland was born to be an heroine — naïvely."
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -285,5 +284,4 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert models.model_cache_dir() == tmp_path / "xdg" / "kvpact"
     monkeypatch.delenv("XDG_CACHE_HOME")
     default = models.model_cache_dir()
-    assert default.is_absolute()
-    assert "kvpact" in default.parts
+    assert default.is_absolute() and "kvpact" in default.parts

@@ -324,8 +324,7 @@ def test_empty_caches():
     assert (cache.seq_len(), cache.batch_size) == (0, None)
     view = PagedKVCache(SPEC, GEOMETRY, 8).view()
     view.restore(empty)
-    assert view.seqs is None
-    assert view.snapshot().tokens == 0
+    assert view.seqs is None and view.snapshot().tokens == 0
 
 
 def test_a_pending_result_is_stale_after_a_restore(snapshot: Snapshot):

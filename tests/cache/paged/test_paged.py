@@ -153,8 +153,7 @@ def test_tables_are_what_engines_read():
     fill(cache, a, 70)
     fill(cache, b, 32)
     table = cache.block_table([a, b, c])
-    assert table.dtype == torch.int32
-    assert table.shape == (3, 3)
+    assert table.dtype == torch.int32 and table.shape == (3, 3)
     assert (table[0] >= 0).all()
     assert table[1].tolist() == [cache.block_table(b)[0].item(), -1, -1]
     assert table[2].tolist() == [-1, -1, -1]

@@ -70,8 +70,7 @@ class Pages(RuleBasedStateMachine):
     def allocate(self, prompt):
         seq, model = self.cache.allocate(), Model(self.spec)
         model.prompt = prompt
-        assert seq not in self.models
-        assert seq not in self.freed
+        assert seq not in self.models and seq not in self.freed
         self.models[seq] = model
 
     @precondition(lambda self: self.models)
@@ -246,8 +245,7 @@ class Pages(RuleBasedStateMachine):
         seq = self.cache.allocate(ids)
         matched = self.cache.seq_len(seq)
         assert self.cache.num_free_pages == free
-        assert matched % self.size == 0
-        assert matched < len(ids)
+        assert matched % self.size == 0 and matched < len(ids)
         for other in self.models.values():
             known = other.published * self.size
             if other.ids[:known] == ids[:known] and known < len(ids):

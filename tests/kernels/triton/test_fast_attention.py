@@ -226,10 +226,8 @@ def test_long_pasts_are_attended_fast(monkeypatch, spec):
 
 
 def test_parts_fill_the_device():
-    assert parts_of(131072, 8, CPU) == 132
-    assert parts_of(8192, 8, CPU) == 32
-    assert parts_of(100, 64, CPU) == 1
-    assert parts_of(10**6, 10**4, CPU) == 1
+    assert parts_of(131072, 8, CPU) == 132 and parts_of(8192, 8, CPU) == 32
+    assert parts_of(100, 64, CPU) == 1 and parts_of(10**6, 10**4, CPU) == 1
 
 
 def test_order_by_version():

@@ -42,8 +42,7 @@ def error(calls: list[AttendCall]) -> float:
     expected = TORCH.attend(calls)
     with unwritten_is_nan():
         found = attend_triton(calls)
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape and found.dtype == expected.dtype
     size = expected.double().norm().item()
     return (found.double() - expected.double()).norm().item() / (size or 1.0)
 

@@ -187,8 +187,7 @@ def test_a_sequence_is_cut_at_the_batch_after_its_tokens_could_not_be_held(make)
     given[2][1, 0, 3] = torch.inf
     watch.rows = given[0]
     layer.step(*given, SCALE)
-    assert watch.read() == [given[0][0]]
-    assert watch.read() == []
+    assert watch.read() == [given[0][0]] and watch.read() == []
     out, right = run(layer, [bad, other], [1, 1])
     assert out[0].isnan().all()
     assert close(out[1], right[1])
