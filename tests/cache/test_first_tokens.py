@@ -3,6 +3,7 @@
 import copy
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -144,11 +145,8 @@ def test_layers_may_be_given_to_threads():
             if layer:
                 found[layer] = cache.attend(layer, **given[layer])
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     for layer in range(1, layers):
         assert torch.equal(found[layer], alone.attend(layer, **given[layer]))
 

@@ -44,11 +44,8 @@ def test_the_list_says_what_the_docstring_says(name):
     """Read without importing: the list is there before a command's module is."""
     module, _, function = COMMANDS[name].target.partition(":")
     source = Path(kvpact.cli.__file__).with_name(f"{module}.py").read_text("utf-8")
-    (found,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    )
+    defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    (found,) = (node for node in defined if node.name == function)
     assert ast.get_docstring(found).partition("\n")[0] == COMMANDS[name].summary
 
 

@@ -1,5 +1,6 @@
 """Configs of tiny models that several tests of transformers run."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -206,6 +207,17 @@ def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:
     with torch.no_grad():
         steps = [model(part, **named(cache), use_cache=True).logits for part in parts]
     return torch.cat(steps, dim=1)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Let nothing but the end of its last reference free what is let go of inside."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from kvpact.errors import FormatError, GeometryError, IntegrityError, SnapshotEr
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
-from kvpact.stores import MemoryStore, StoreWarning
+from kvpact.stores import StoreWarning
 
 every_model = pytest.mark.parametrize("name", sorted(KINDS.keys() - {"deepseek_v4"}))
 CHUNK = 32
@@ -19,12 +19,6 @@ CHUNK = 32
 @pytest.fixture
 def ids():
     return torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture
-def store():
-    with MemoryStore() as held:
-        yield held
 
 
 @pytest.fixture

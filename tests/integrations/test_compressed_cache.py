@@ -1,12 +1,12 @@
 """`CompressedCache` as transformers' `Cache`: state, bookkeeping, fallbacks, bytes."""
 
 import copy
-import gc
 import weakref
 
 import pytest
 import torch
 from families import crop_nothing
+from tiny_configs import without_collector
 from transformers import DynamicCache, LlamaConfig
 
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
@@ -36,12 +36,8 @@ def test_padding_longer_than_the_first_chunk(llama, prompt):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
         for held in (cache, exact):
             with torch.no_grad():
-                llama(
-                    input_ids=ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions,
-                    **named(held),
-                )
+                places = {"position_ids": positions, "attention_mask": mask[:, :end]}
+                llama(input_ids=ids[:, start:end], **places, **named(held))
     sinks = inner(cache).k.sinks
     assert torch.equal(sinks[0], exact.layers[0].keys[0, :, 7:10])
 
@@ -49,9 +45,8 @@ def test_padding_longer_than_the_first_chunk(llama, prompt):
 def test_mask_sizes_and_lengths(llama, prompt):
     cache = prefilled(llama, prompt)
     layer = cache.layers[0]
-    assert (layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()) == (
-        40, (45, 0), -1,
-    )  # fmt: skip
+    sizes = layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()
+    assert sizes == (40, (45, 0), -1)
     assert (getattr(cache, "batch_size", 2), cache.is_compileable) == (2, False)
     assert getattr(cache, "is_croppable", True)
     assert all(layer.is_initialized for layer in cache.layers)
@@ -64,8 +59,7 @@ def test_tokens_count_before_they_are_attended(llama):
     layer = CompressedCache(llama.config, "none").layers[0]
     k = torch.ones(1, 2, 3, 16)
     handle, _ = layer.update(k, k)
-    assert layer.get_seq_length() == 3
-    assert tuple(handle.shape) == (1, 2, 3, 16)
+    assert layer.get_seq_length() == 3 and tuple(handle.shape) == (1, 2, 3, 16)
     layer.update(2 * k, 2 * k)
     assert layer.get_seq_length() == 6
     assert torch.equal(layer.keys, torch.cat([k, 2 * k], dim=2))
@@ -92,18 +86,14 @@ def test_crop(llama, prompt, spec):
 
 
 def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, fallbacks):
-    spec = "none"
     llama.set_attn_implementation("eager")
-    cache = CompressedCache(llama.config, spec, attention="keep")
+    cache = CompressedCache(llama.config, "none", attention="keep")
     slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
-    assert llama.config._attn_implementation == "eager"
-    assert len(said) == 1
+    assert llama.config._attn_implementation == "eager" and len(said) == 1
     llama.set_attn_implementation("kvpact")
-    fused, said = fallbacks(
-        lambda: llama.generate(**prompt, **greedy, **named(CompressedCache(llama.config, spec)))
-    )
-    assert said == []
-    assert torch.equal(slow, fused)
+    cache = CompressedCache(llama.config, "none")
+    fused, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
+    assert said == [] and torch.equal(slow, fused)
 
 
 def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):
@@ -183,16 +173,13 @@ def test_handles_are_used_again_only_where_nothing_refers_to_them(llama):
 def test_a_refused_step_leaves_no_tokens_behind(llama, prompt):
     cache, token = prefilled(llama, prompt), torch.zeros(2, 2, 1, 16)
     module, token[0] = llama.model.layers[0].self_attn, float("nan")
-    gc.disable()
-    try:
+    with without_collector():
         with torch.no_grad(), pytest.raises(NonFiniteError):
             pair = cache.update(token, token, 0)
             refused = weakref.ref(pair[0].pending)
             attention_forward(module, torch.zeros(2, 4, 1, 16), *pair, None)
         del pair
         assert refused() is None
-    finally:
-        gc.enable()
 
 
 def test_packed_only_attends_to_stored_slots(llama, prompt):
@@ -269,23 +256,17 @@ def test_empty_cache(llama):
 
 def test_slots_are_freed_with_the_cache(llama, prompt):
     """No cycle of references keeps them until the garbage collector comes."""
-    gc.disable()
-    try:
+    with without_collector():
         cache = prefilled(llama, prompt)
         held = weakref.ref(inner(cache).k.tail)
         del cache
         assert held() is None
-    finally:
-        gc.enable()
 
 
 def test_a_model_with_more_layers_than_its_cache(make_model, sizes, prompt):
     small = LlamaConfig(**{**sizes, "num_hidden_layers": 1})
-    large = make_model(LlamaConfig(**{**sizes, "num_hidden_layers": 2}))
-    with (
-        pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"),
-        torch.no_grad(),
-    ):
+    large = make_model(LlamaConfig(**sizes))
+    with pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"):
         large(**prompt, **named(CompressedCache(small, "none")))
 
 

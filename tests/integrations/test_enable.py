@@ -2,15 +2,15 @@
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
 from cross_attention_models import PAIRED, in_pair, made, source
 from families import skip_without_chunks
-from tiny_configs import gemma3
+from tiny_configs import gemma3, without_collector
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvpact import KeyOffset
@@ -142,20 +142,15 @@ def test_threads_have_caches_of_their_own(llama, prompt, greedy):
     enable(llama, COARSE)
     wanted = llama.generate(**row, **greedy)
     assert not torch.equal(exact, wanted)
-    found = []
 
-    def work():
-        for _ in range(4):
-            found.append(torch.equal(llama.generate(**row, **greedy), wanted))
+    def work(_):
+        return [torch.equal(llama.generate(**row, **greedy), wanted) for _ in range(4)]
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
     disable(llama)
     gc.collect()
-    assert found == [True] * 16
+    assert found == [[True] * 4] * 4
     assert llama.config._attn_implementation == "sdpa"
     assert torch.equal(llama.generate(**row, **greedy), exact)
 
@@ -173,13 +168,9 @@ def test_a_model_is_freed_with_its_last_user(make_model, llama):
     model = make_model(llama.config)
     enable(model, COARSE)
     gone = weakref.ref(model)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del model
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_a_shallow_copy_outlives_its_original(make_model, sizes, prompt, greedy):

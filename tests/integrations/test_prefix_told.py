@@ -11,7 +11,6 @@ from kvpact.errors import GeometryError, MismatchError
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
-from kvpact.stores import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -25,12 +24,6 @@ def no_grad():
 @pytest.fixture
 def ids():
     return torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture
-def store():
-    with MemoryStore() as held:
-        yield held
 
 
 def opened(store, model, **options):

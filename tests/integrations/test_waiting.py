@@ -1,12 +1,12 @@
 """The first tokens of a model's cache wait, exact, until one of them is to be packed."""
 
 import copy
-import gc
 import sys
 import weakref
 
 import pytest
 import torch
+from tiny_configs import without_collector
 from transformers import DynamicCache, Gemma2Config, LlamaConfig
 
 from kvpact.errors import DeviceError, KVPactError, NonFiniteError
@@ -181,13 +181,9 @@ def test_a_dropped_cache_frees_them_without_the_garbage_collector(llama):
     cache = compressed(llama, "trellis:bits=4")
     run(llama, cache, [9, 1])
     tokens = weakref.ref(cache._shared.waiting[0])
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del cache
         assert tokens() is None
-    finally:
-        gc.enable()
 
 
 def test_double_precision_is_stored_at_once(llama, fallbacks):

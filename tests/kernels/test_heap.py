@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -257,11 +258,8 @@ def test_threads_that_begin_and_end_at_once_leave_no_holder(told):
             hold.begin(9)
             hold.end()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: work(), range(4)))
     hold.end()
     assert len(changes) >= 2
     assert sum(changes) == 0

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, MLACache, PagedKVCache, create_cache
-from kvpact.stores import MemoryStore
 
 GEOMETRY = CacheGeometry(2, 2, 32, 16, torch.float32)
 LATENT = CacheGeometry.mla(2, 32, 16, torch.float32)
@@ -43,12 +42,6 @@ def calibration(seed=0):
         )
         for layer in range(2)
     }
-
-
-@pytest.fixture
-def store():
-    with MemoryStore() as held:
-        yield held
 
 
 @pytest.fixture
