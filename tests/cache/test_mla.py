@@ -27,10 +27,8 @@ W_UV = normal(HEADS, V_DIM, RANK, seed=101) * RANK**-0.5
 def tokens(count: int, seed: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return latents, rotated keys and the two parts of the queries."""
     widths = ((1, RANK), (1, ROPE), (HEADS, NOPE), (HEADS, ROPE))
-    made = [
-        normal(batch, heads, count, width, seed=seed * 10 + i)
-        for i, (heads, width) in enumerate(widths)
-    ]
+    sizes = enumerate(widths, seed * 10)
+    made = [normal(batch, heads, count, width, seed=i) for i, (heads, width) in sizes]
     return made[0], made[1], made[2], made[3]
 
 
@@ -111,20 +109,13 @@ def test_rules_of_the_call():
     mask = normal(2, 1, 40, 40, seed=5) > -1
     mask |= torch.eye(40, dtype=torch.bool)
     cache = kvpact.MLACache("none", 1, RANK, ROPE)
-    got = cache.attend_heads(
-        0,
-        **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV),
-        config=kvpact.AttendConfig(mask=mask),
-    )
+    given = heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV)
+    got = cache.attend_heads(0, **given, config=kvpact.AttendConfig(mask=mask))
     assert torch.allclose(got, reference(c_kv, k_rope, query, mask), atol=1e-5)
 
     padding = torch.tensor([0, 7])
     cache = kvpact.MLACache("none", 1, RANK, ROPE)
-    got = cache.attend_heads(
-        0,
-        **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV),
-        config=kvpact.AttendConfig(padding=padding),
-    )
+    got = cache.attend_heads(0, **given, config=kvpact.AttendConfig(padding=padding))
     wanted = reference(c_kv[1:, :, 7:], k_rope[1:, :, 7:], query[1:, :, 7:])
     assert torch.allclose(got[1:, :, 7:], wanted, atol=1e-5)
     assert (got[1, :, :7] == 0).all()
@@ -154,11 +145,8 @@ def test_bytes_of_a_token_by_hand():
     spec = "turboquant:bits=4,sinks=0,window=0"
     cache = kvpact.MLACache(spec, 2, 512, 64, dtype=torch.bfloat16)
     for layer in range(2):
-        cache.store(
-            layer,
-            k=normal(1, 1, 256, 512, seed=layer).bfloat16(),
-            v=normal(1, 1, 256, 64, seed=layer + 2).bfloat16(),
-        )
+        pair = (normal(1, 1, 256, 512, seed=layer), normal(1, 1, 256, 64, seed=layer + 2))
+        cache.store(layer, k=pair[0].bfloat16(), v=pair[1].bfloat16())
     assert by_hand == 326
     assert cache.memory_usage() == held_bytes(cache) == 2 * 256 * by_hand
     assert str(cache.specs[0]) == f"{spec}/int:bits=8,sinks=0,window=0"
@@ -248,11 +236,9 @@ def test_verbs_keep_the_cache_what_it_is():
     assert torch.equal(fork.attend_heads(0, **heads_of(*new, W_UK, W_UV)), wanted)
     fork.select(torch.tensor([1]))
     row = [x[1:] for x in tokens(1, 2)]
-    assert torch.allclose(
-        fork.attend_heads(0, **heads_of(*row, W_UK, W_UV)),
-        cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:],
-        atol=1e-6,
-    )
+    got = fork.attend_heads(0, **heads_of(*row, W_UK, W_UV))
+    wanted = cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:]
+    assert torch.allclose(got, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])

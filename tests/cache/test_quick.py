@@ -282,19 +282,14 @@ def test_numbers_that_can_not_be_stored_change_nothing(which, wrong, watched):
             cache.attend(0, **by_name(*tokens))
         assert watched.taken == taken
     same_state(cache, other)
-    assert torch.equal(
-        cache.attend(0, **by_name(*random(1))), other.attend(0, **by_name(*random(1)))
-    )
+    assert torch.equal(*(x.attend(0, **by_name(*random(1))) for x in (cache, other)))
 
 
 def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, monkeypatch):
     cache, other = stepped(), stepped()
     interrupted(monkeypatch, lambda: cache.attend(0, **by_name(*random(1, seed=1))))
     assert cache.seq_len() == other.seq_len()
-    assert torch.equal(
-        cache.attend(0, **by_name(*random(1, seed=2))),
-        other.attend(0, **by_name(*random(1, seed=2))),
-    )
+    assert torch.equal(*(x.attend(0, **by_name(*random(1, seed=2))) for x in (cache, other)))
     same_state(cache, other)
 
 

@@ -169,9 +169,8 @@ def test_quant_bits_fill_in_for_a_hybrid_without():
         for side in [kvpact.KVCacheCompressor(text, quant_bits=8).spec.value]
     ]
     assert bits == [8, 8, 4, 8]
-    assert (
-        kvpact.KVCacheCompressor(kvpact.Hybrid(quant_bits=4), quant_bits=8).spec.key.quant_bits == 4
-    )
+    spec = kvpact.KVCacheCompressor(kvpact.Hybrid(quant_bits=4), quant_bits=8).spec
+    assert spec.key.quant_bits == 4
     assert kvpact.KVCacheCompressor("vq").quant_bits == 8
     spec = kvpact.KVCacheCompressor("hybrid/hybrid:quant_bits=4", quant_bits=8).spec
     assert (spec.key.quant_bits, spec.value.quant_bits) == (8, 4)

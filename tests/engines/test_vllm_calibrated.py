@@ -53,10 +53,8 @@ def test_random_requests_together_answer_as_one_by_one(start_vllm, toy, known, s
     mine, _ = answers(start_vllm, requests, spec, options)
     right, _ = answers(start_vllm, alone, spec, options)
     assert sum(one is None for one in mine) == sum(one["aborted"] is not None for one in requests)
-    assert mine == [
-        None if one["aborted"] is not None else answer
-        for one, answer in zip(requests, right, strict=True)
-    ]
+    both = zip(requests, right, strict=True)
+    assert mine == [None if one["aborted"] is not None else answer for one, answer in both]
 
 
 def test_sequences_that_are_preempted_and_share_prefixes_leave_all_pages_free(

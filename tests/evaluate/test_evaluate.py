@@ -222,9 +222,8 @@ def test_a_spec_without_a_window_is_measured_as_decoding_reads(model, ids):
     assert row.kl_mean == pytest.approx(steps[0].kl_mean, rel=0.5) and row.bytes == exact.bytes
     assert row_name(row) == f"{spec} (new as stored)" and row_name(exact) == spec
     result = evaluate(model, ids, [spec], chunk=64)
-    assert "(new as stored)" in repr(result) and "new as stored" in protocol_text(
-        result.protocol, result.rows
-    )
+    assert "(new as stored)" in repr(result)
+    assert "new as stored" in protocol_text(result.protocol, result.rows)
 
 
 def test_only_specs_without_any_window_read_a_chunk_as_stored():
@@ -244,10 +243,7 @@ def test_only_specs_without_any_window_read_a_chunk_as_stored():
 def test_packed_only_spec_for_a_recipe():
     recipe = {"default": "int:bits=4", "layers": {"0": "fp8"}}
     stripped = Candidate(recipe, packed_only=True).layers(2)
-    assert [str(spec) for spec in stripped] == [
-        "fp8:sinks=0,window=0",
-        "int:bits=4,sinks=0,window=0",
-    ]
+    assert list(map(str, stripped)) == ["fp8:sinks=0,window=0", "int:bits=4,sinks=0,window=0"]
 
 
 def test_a_recipe_is_evaluated_under_its_file_name(model, ids, tmp_path):

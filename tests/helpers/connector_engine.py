@@ -50,10 +50,8 @@ class Engine:
         page = PageForm(*form.codecs[0], PAGE)
         generator = torch.Generator().manual_seed(seed)
         shape = (40, HEADS, PAGE, page.content)
-        self.memory = {
-            name: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            for name in LAYERS
-        }
+        draw = {"dtype": torch.uint8, "generator": generator}
+        self.memory = {name: torch.randint(0, 256, shape, **draw) for name in LAYERS}
         self.counts, self.told = ConnectorCounts(), []
         self.scheduler = PrefixScheduler(
             form, options, store, model, lambda request: request.lora_request, self.counts,

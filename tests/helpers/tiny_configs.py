@@ -118,14 +118,11 @@ def qwen3_next(sizes):
 def deepseek_v4(sizes, index_topk=4):
     kinds = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
     return DeepseekV4Config(
-        **{**sizes, "num_hidden_layers": 3},
-        **{"head_dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16},
-        **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        layer_types=list(kinds),
-        compress_rates={kinds[1]: 8, kinds[2]: 4},
-        sliding_window=WINDOW,
-        **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": index_topk},
-    )
+        **{**sizes, "num_hidden_layers": 3}, head_dim=32, q_lora_rank=16, o_groups=2,
+        o_lora_rank=16, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        layer_types=list(kinds), compress_rates={kinds[1]: 8, kinds[2]: 4}, sliding_window=WINDOW,
+        index_n_heads=16, index_head_dim=32, index_topk=index_topk,
+    )  # fmt: skip
 
 
 KINDS = {

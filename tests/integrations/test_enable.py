@@ -56,9 +56,8 @@ def test_prompt_lookup_and_drafts(llama, make_model, prompt, greedy):
     enable(llama, "none")
     enable(draft, COARSE)
     assert torch.equal(tokens(llama, {**greedy, "assistant_model": draft}, **row), alone)
-    assert torch.equal(
-        tokens(llama, {**greedy, "eos_token_id": 127, "prompt_lookup_num_tokens": 3}, **row), alone
-    )
+    lookup = {"eos_token_id": 127, "prompt_lookup_num_tokens": 3}
+    assert torch.equal(tokens(llama, {**greedy, **lookup}, **row), alone)
 
 
 @pytest.mark.parametrize("layer", ["1", "-1"])

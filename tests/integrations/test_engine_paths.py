@@ -45,10 +45,9 @@ def test_falcon_stays_causal_now_and_for_later_caches(alibi, make_model, prompt,
 
     @torch.no_grad()
     def run(held):
-        steps = [
-            model(ids, attention_mask=mask[:, : 8 * i + 8], **named(held)).logits
-            for i, ids in enumerate(prompt["input_ids"].split(8, dim=1))
-        ]
+        parts = enumerate(prompt["input_ids"].split(8, dim=1), 1)
+        masks = [(ids, {"attention_mask": mask[:, : 8 * end]}) for end, ids in parts]
+        steps = [model(ids, **more, **named(held)).logits for ids, more in masks]
         return torch.cat(steps, dim=1)[mask == 1]
 
     wanted = run(DynamicCache(config=model.config))

@@ -50,10 +50,8 @@ def test_steps_over_packed_entries_stay_close(spec, bound, sizes, ids):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     parts = ids[:, :750].split([700, *[1] * 30, 20], dim=1)
     cache = CompressedCache(model, spec)
-    got, wanted = (
-        run(model, x, parts)[:, 700:].double().log_softmax(-1)
-        for x in (cache, DynamicCache(config=config))
-    )
+    both = (run(model, x, parts) for x in (cache, DynamicCache(config=config)))
+    got, wanted = (x[:, 700:].double().log_softmax(-1) for x in both)
     kl = (wanted.exp() * (wanted - got)).sum(-1).mean()
     assert cache.layers[2].index_codes is not None and 0 < kl < bound
 
@@ -184,9 +182,8 @@ def test_an_interrupted_call_makes_no_snapshot(model, ids):
     with pytest.raises(SnapshotError, match="hold 20 and 22 tokens"):
         cache.snapshot()
     cache.reset()
-    assert torch.equal(
-        *(run(model, x, [ids[:, :30]]) for x in (cache, CompressedCache(model, "none")))
-    )
+    fresh = CompressedCache(model, "none")
+    assert torch.equal(*(run(model, x, [ids[:, :30]]) for x in (cache, fresh)))
 
 
 def test_transformers_own_layers_stay_what_they_are(model):

@@ -152,10 +152,8 @@ def test_heads_keep_what_a_press_scores_best(llama, ids):
     whole.compact(torch.arange(PAST))  # nothing goes
     whole.crop(-10)
     assert whole.get_seq_length() == PAST - 10
-    with (
-        pytest.raises(KVPactError, match="no call"),
-        pressed(llama, CompressedCache(llama, "none"), Norms()),
-    ):
+    cache = CompressedCache(llama, "none")
+    with pytest.raises(KVPactError, match="no call"), pressed(llama, cache, Norms()):
         pass
     with pytest.raises(KVPactError, match="object has no score"):
         pressed(llama, cache, object()).__enter__()

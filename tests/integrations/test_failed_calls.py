@@ -154,9 +154,8 @@ def test_rows_of_a_paged_batch_are_taken_back_each(deep, ids):
         step([0, 1], ids[:2, 50:54])
     got = step([0, 1, 2], ids[:, 40:41])
     assert torch.allclose(got, torch.cat(wanted), atol=1e-4)
-    assert [[paged.seq_len(seq, i) for i in range(4)] for seq in seqs] == [
-        [length + 1] * 4 for length in lengths
-    ]
+    found = [[paged.seq_len(seq, i) for i in range(4)] for seq in seqs]
+    assert found == [[length + 1] * 4 for length in lengths]
 
 
 def test_layers_that_are_left_out_are_no_failure(deep, ids):

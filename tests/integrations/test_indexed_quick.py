@@ -84,10 +84,8 @@ def test_steps_are_those_of_dequantised_keys_and_masks(name, ids, monkeypatch):
     assert close(got, wanted, 2e-4 if name == "minimax_m3" else 1e-5)
     # The prompt's last call is no step: it reads dequantised keys.
     layers = 1 if name in ("qwen4", "glm5", "minimax_m3") else 2
-    assert counts == {
-        "scores": 4 * layers if name in FOLLOWED else 0,
-        "whole": layers if name in FOLLOWED else 5 * layers,
-    }
+    scored, whole = (4, 1) if name in FOLLOWED else (0, 5)
+    assert counts == {"scores": scored * layers, "whole": whole * layers}
     assert bool(chosen_alone(cache)) == (name in ALONE)
 
 

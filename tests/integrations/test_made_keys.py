@@ -360,10 +360,8 @@ def test_a_tower_for_images_has_a_rope_of_its_own():
         config, attn_implementation="sdpa"
     ).eval()
     cache = CompressedCache(model, "none", k_eq_v=True)
-    wanted, got = (
-        run(model, x, IDS[:, :60], sizes=(30, 1, 29))
-        for x in (DynamicCache(config=model.config), cache)
-    )
+    both = (DynamicCache(config=model.config), cache)
+    wanted, got = (run(model, x, IDS[:, :60], sizes=(30, 1, 29)) for x in both)
     assert torch.equal(got, wanted) and not any(layer.apart for layer in value_layers(cache))
 
 
@@ -372,10 +370,8 @@ def test_sizes_count_values_alone():
     config = transformers.Gemma4TextConfig(attention_k_eq_v=True)
     if not hasattr(config, "per_layer_config"):
         pytest.skip("this transformers has no default heads of full layers")
-    apart, alone = (
-        kvpact.size(config, ["none", "turboquant:bits=4"], 4096, dtype="bfloat16", k_eq_v=x)
-        for x in (False, True)
-    )
+    given = (config, ["none", "turboquant:bits=4"], 4096)
+    apart, alone = (kvpact.size(*given, dtype="bfloat16", k_eq_v=x) for x in (False, True))
     assert apart.rows[0].compressed == 40_960 * 4096 and alone.rows[0].compressed == 20_480 * 4096
     assert apart.rows[1].compressed == 2 * alone.rows[1].compressed
     assert [x.exact for x in apart.rows] == [x.exact for x in alone.rows]

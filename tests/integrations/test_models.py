@@ -218,11 +218,12 @@ def test_parts_are_put_together_in_their_order(in_parts, small_cache, monkeypatc
     model, _ = in_parts
     seen = []
     write = models._write_model
-    monkeypatch.setattr(
-        models,
-        "_write_model",
-        lambda gguf, folder: (seen.append((gguf.name, gguf.read_bytes())), write(gguf, folder)),
-    )
+
+    def watched(gguf, folder):
+        seen.append((gguf.name, gguf.read_bytes()))
+        write(gguf, folder)
+
+    monkeypatch.setattr(models, "_write_model", watched)
     folder = packaged_folder(model)
     assert seen == [("whole.gguf", b"one two three")]
     assert folder.name == "parts-7.0"

@@ -111,9 +111,8 @@ def test_a_snapshot_of_another_model_is_refused_and_changes_nothing(make_model, 
         plain = create_cache("none", twin.layers[1].cache.geometry)
         plain.restore_state(twin.snapshot().state()._replace(records=()), "cpu")
         caches["gemma3"].restore(plain.snapshot())
-    assert torch.equal(
-        *(run(nets["lfm2_conv"], x, [ids[:, 20:24]]) for x in (caches["lfm2_conv"], twin))
-    )
+    both = (caches["lfm2_conv"], twin)
+    assert torch.equal(*(run(nets["lfm2_conv"], x, [ids[:, 20:24]]) for x in both))
 
 
 def test_caches_of_k_and_v_alone_refuse_what_they_would_lose(filled):

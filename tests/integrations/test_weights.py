@@ -108,9 +108,8 @@ def test_an_offloaded_model_is_calibrated_as_one_that_is_there():
     found = calibrate(offloaded, texts, specs)
     assert found.model == wanted.model and str(found.layers) == str(wanted.layers)
     cache = CompressedCache(offloaded, "pca:bits=4", calibration=found)
-    assert tokens(offloaded, cache) == tokens(
-        model, CompressedCache(model, "pca:bits=4", calibration=wanted)
-    )
+    same = CompressedCache(model, "pca:bits=4", calibration=wanted)
+    assert tokens(offloaded, cache) == tokens(model, same)
 
 
 class Packed(nn.Module):
@@ -292,10 +291,8 @@ def test_processes_that_share_a_model_read_their_part(tmp_path):
     if not versions.KEEPS_LATENTS:
         pytest.skip("transformers before 5.15 shards otherwise")
     program = Path(weights_process.__file__)
-    ranks = [
-        subprocess.Popen([sys.executable, program, str(rank), tmp_path, "tensor", "data"])
-        for rank in (0, 1)
-    ]
+    command = [sys.executable, program]
+    ranks = [subprocess.Popen([*command, str(x), tmp_path, "tensor", "data"]) for x in (0, 1)]
     assert [process.wait(timeout=240) for process in ranks] == [0, 0]
     alone = json.loads(json.dumps(weights_process.read(weights_process.qwen2(), "memory://")))
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

@@ -35,13 +35,11 @@ def fill(cache, ids, start=0, seq=None):
 
 def calibration(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {
-        layer: (
-            torch.randn(1, 2, 300, 32, generator=generator),
-            torch.randn(1, 2, 300, 16, generator=generator),
-        )
-        for layer in range(2)
-    }
+
+    def random(width):
+        return torch.randn(1, 2, 300, width, generator=generator)
+
+    return {layer: (random(32), random(16)) for layer in range(2)}
 
 
 @pytest.fixture

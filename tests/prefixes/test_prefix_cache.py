@@ -34,9 +34,8 @@ def test_a_loaded_prefix_is_a_slice_of_what_was_saved(store, make, ids, name):
     assert prefix(store, source).save(ids) == 4
     loaded, other = make(name, fitted=fitted), make(name, fitted=fitted)
     prefixes = prefix(store, loaded)
-    assert (
-        prefixes.match(ids) == prefixes.load(ids) == loaded.seq_len(0) == loaded.seq_len(1) == 256
-    )
+    assert prefixes.match(ids) == prefixes.load(ids) == 256
+    assert loaded.seq_len(0) == loaded.seq_len(1) == 256
     other.restore(source.snapshot(page_size=64).slice(0, 256))
     assert state(loaded) == state(other)
 

@@ -18,10 +18,8 @@ def filled(
 ):
     cache = create_cache(spec, CacheGeometry(2, heads, dim, dtype=dtype))
     for layer in range(2):
-        k, v = (
-            random_tokens(1, heads, tokens, dim, seed=2 * layer + side, dtype=dtype)
-            for side in (0, 1)
-        )
+        given = {"dim": dim, "dtype": dtype}
+        k, v = (random_tokens(1, heads, tokens, **given, seed=2 * layer + x) for x in (0, 1))
         cache.prefill(layer, k, v)
     return cache
 

@@ -147,13 +147,9 @@ def test_a_damaged_index_is_made_again(filled_store, damage):
     filled_store.close()
     path = filled_store.path / "index.sqlite3"
     data = path.read_bytes()
-    path.write_bytes(
-        {
-            "noise": random_bytes(9000),
-            "empty": b"",
-            "first page": data[:100] + bytes(len(data) - 100),
-        }[damage]
-    )
+    first_page = data[:100] + bytes(len(data) - 100)
+    damaged = {"noise": random_bytes(9000), "empty": b"", "first page": first_page}
+    path.write_bytes(damaged[damage])
     with DirectoryStore(filled_store.path) as store:
         if damage == "empty":
             assert entries(store) == before

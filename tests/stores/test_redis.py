@@ -261,9 +261,8 @@ def test_a_url_that_a_password_has_cut_is_not_shown(url):
         RedisStore(url, timeout=0.01)
     assert "hunter" not in str(raised.value) and "secret" not in str(raised.value)
     # Nor by a traceback.
-    assert raised.value.__cause__ is None and (
-        raised.value.__context__ is None or raised.value.__suppress_context__
-    )
+    error = raised.value
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
 
 
 @pytest.mark.parametrize("query", [

@@ -34,11 +34,10 @@ VERSIONS = dict.fromkeys(CASES, (LATE, LATE)) | {
 }
 """Before and after 40 more tokens."""
 OFFSET = KeyOffset(
-    (1.0, 0.125, 0.003),
-    ((0, 8), (3, 11), (6, 14)),
+    (1.0, 0.125, 0.003), ((0, 8), (3, 11), (6, 14)),
     (((30.0, -7.5), (11.0, 2.0), (-90.0, 41.0)), ((0.5, 60.0), (-13.0, 8.0), (0.0, 0.0))),
     scaling=1.25,
-)
+)  # fmt: skip
 
 
 def inputs(count: int, seed: int, rows: int = 2) -> list[torch.Tensor]:

@@ -30,10 +30,8 @@ def differences(
 ) -> list[str]:
     """Return what differs, rotated back or not."""
     codec, store = slots_of_random_tokens(spec, side, dim)
-    found = [
-        compare_slots(codec, store, start, end, dtype, inverse, decode_triton)
-        for inverse in (True, False)
-    ]
+    given = (codec, store, start, end, dtype)
+    found = [compare_slots(*given, inverse, decode_triton) for inverse in (True, False)]
     return [text for text in found if text]
 
 

@@ -55,11 +55,8 @@ def test_every_format_at_every_width(spec):
     for dim, side in itertools.product((1, 20, 33, *encode_compare.WIDTHS, 1000, 1024), "kv"):
         for place in itertools.islice(places, 4):
             tokens = encode_compare.random_pieces(spec, side, dim, *place)
-            assert encode_compare.compare(spec, side, *tokens, encoder=encoder) == "", (
-                dim,
-                side,
-                place,
-            )
+            found = encode_compare.compare(spec, side, *tokens, encoder=encoder)
+            assert found == "", (dim, side, place)
 
 
 @pytest.mark.parametrize(("spec", "side", "counts", "start"), [

@@ -141,10 +141,8 @@ def test_masks(name):
 def test_unlike_lengths_are_one_launch(monkeypatch):
     """Sequences of unlike lengths, windows and masks; one without packed tokens yet."""
     launches = counted(monkeypatch)
-    calls = [
-        made(CODES, "one token", 20, torch.float32, held, seed)
-        for seed, held in enumerate((70, 2, 40))
-    ]
+    given = (CODES, "one token", 20, torch.float32)
+    calls = [made(*given, held, seed) for seed, held in enumerate((70, 2, 40))]
     calls[0] = calls[0]._replace(config=AttendConfig(sliding_window=9))
     calls[2] = calls[2]._replace(config=AttendConfig(is_causal=False))
     assert error(calls) < BOUNDS[torch.float32]
@@ -211,10 +209,8 @@ def test_treated_keys(spec, dim, held):
 @pytest.mark.slow
 def test_treated_keys_of_caches_that_learnt_apart():
     """Each call's queries are treated as its own codec has learnt; one has learnt nothing yet."""
-    calls = [
-        made(TREATED, "one token", 20, torch.bfloat16, held, seed)
-        for seed, held in enumerate((150, 20, 170))
-    ]
+    given = (TREATED, "one token", 20, torch.bfloat16)
+    calls = [made(*given, held, seed) for seed, held in enumerate((150, 20, 170))]
     assert error(calls) < BOUNDS[torch.bfloat16]
 
 

@@ -74,10 +74,8 @@ def test_tokens_behind_what_only_the_device_knows():
     """Rows of unlike lengths, each at its own place."""
     codec = codec_of(V3, "v", 8, torch.float32)
     tokens = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(2))
-    segments = [
-        {f.name: f.allocate(2, 1, SEGMENT, torch.device("cpu")) for f in codec.fields}
-        for _ in range(2)
-    ]
+    place = (2, 1, SEGMENT, torch.device("cpu"))
+    segments = [{f.name: f.allocate(*place) for f in codec.fields} for _ in range(2)]
     held, tables = (127, 30), tables_of(codec, tokens.device)
     slots = Places.of(tables.names, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
     form, counts = tables.form, torch.tensor([[n, 7] for n in held])
