@@ -15,18 +15,14 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, named
 from kvpact.stores import MemoryStore
 
+IDS = (2, 800), 5  # groups of the index are packed, with 64 exact tokens behind them
+
 SPECS = ("none", "int:bits=8,sinks=2,window=8", "trellis:bits=4,sinks=0,window=8")
 
 
 @pytest.fixture
 def model(make_model, sizes):
     return make_model(deepseek_v4(sizes))
-
-
-@pytest.fixture
-def ids():
-    """Return 800 tokens of 2 rows: groups of the index are packed, with 64 exact behind them."""
-    return torch.randint(3, 128, (2, 800), generator=torch.Generator().manual_seed(5))
 
 
 def largest(x, y):
@@ -85,24 +81,21 @@ def test_packed_entries_go_wherever_the_window_goes(spec, model, ids):
 
 
 def test_bytes_of_everything_are_counted(model, ids):
-    held, exact = (
-        CompressedCache(model, "int:bits=4,sinks=0,window=0"),
-        DynamicCache(config=model.config),
-    )
+    held = CompressedCache(model, "int:bits=4,sinks=0,window=0")
+    exact = DynamicCache(config=model.config)
     for cache in (held, exact):
         run(model, cache, [ids])
     entries = {name: 2 * 800 // rate * 32 * 4 for name, rate in (("hca", 8), ("csa", 4))}
     window = 2 * 15 * 32 * 4
     whole = held._summary()
     # the sliding layer has its window twice, as K and as V, and 800 is a multiple of all rates
-    own = 4 * window + held.layers[2].index_codes.nbytes + held.layers[2].index_scale.nbytes
-    own += held.layers[2].index_tail.nbytes
-    own += sum(x.nbytes for y in ("overlap_kv", "overlap_gate")
-               for x in getattr(held.layers[2], y).values())  # fmt: skip
+    layer = held.layers[2]
+    parts = [layer.index_codes, layer.index_scale, layer.index_tail]
+    parts += [*layer.overlap_kv.values(), *layer.overlap_gate.values()]
+    own = 4 * window + sum(x.nbytes for x in parts)
     assert whole.nbytes == held.memory_usage() == held.stats()["bytes"]["total"] + own
     assert held.stats()["own_bytes"] == own
-    packed = held.stats()["bytes"]["total"]
-    assert packed < 0.35 * sum(entries.values())
+    assert held.stats()["bytes"]["total"] < 0.35 * sum(entries.values())
 
 
 @pytest.mark.parametrize("held", [1, 3, 4, 7, 8, 9])
@@ -127,9 +120,8 @@ def test_rows_of_a_short_text(held, model, ids):
         run(model, changed, [ids[:, :held]])
         change(changed)
         run(model, never, [ids[rows, :held]])
-        got, wanted = (
-            run(model, x, ids[rows, held:30].split([1, 29 - held], 1)) for x in (changed, never)
-        )
+        parts = ids[rows, held:30].split([1, 29 - held], 1)
+        got, wanted = (run(model, x, parts) for x in (changed, never))
         assert largest(got, wanted) < 1e-5
 
 

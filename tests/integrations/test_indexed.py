@@ -21,15 +21,11 @@ from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
+IDS = (3, 90), 2  # beyond the 24 that are chosen
+
 every_model = pytest.mark.parametrize("name", INDEXED)
 EAGER = {"hunyuan_v4"}
 """Models that transformers does not let attend by ``sdpa``."""
-
-
-@pytest.fixture
-def ids():
-    """Return tokens beyond the 24 that are chosen."""
-    return torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(2))
 
 
 def parts_of(ids):

@@ -93,10 +93,9 @@ def error(model, make_cache, prompt, positions=None):
     return float((found - exact).norm() / exact.norm())
 
 
-CASES = [("qwen2", None), *((name, "of the mask") for name in MODELS)]
-
-
-@pytest.mark.parametrize(("name", "positions"), CASES)
+@pytest.mark.parametrize(
+    ("name", "positions"), [("qwen2", None), *((name, "of the mask") for name in MODELS)]
+)
 def test_a_large_bias_costs_no_precision(name, positions, make_model, sizes, prompt):
     model = make_model(MODELS[name](sizes), "eager" if name == "gpt_oss" else "sdpa")
     if name == "gpt_oss":
@@ -127,10 +126,6 @@ def test_bf16_models_round_cosine_and_sine(make_model, sizes):
     exact = KeyOffset(one.frequencies, one.channels, one.bias, dtype=torch.float32)
     rests = [float(RowOffset(offset).without(keys, 0).norm()) for offset in (one, exact)]
     assert rests[0] < rests[1] < 0.02 * keys.norm()
-
-
-def _parts(offset):
-    return offset.frequencies, offset.channels, offset.bias
 
 
 def test_pages_take_the_offsets_of_a_model(qwen2):

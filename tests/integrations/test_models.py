@@ -58,9 +58,8 @@ print(models.packaged_folder(models.SMOLLM2))
 def test_two_processes_at_once_convert_once(tmp_path):
     command, pipe = [sys.executable, "-c", SLOW_CONVERSION], subprocess.PIPE
     options = {"text": True, "env": os.environ | {"KVPACT_CACHE": str(tmp_path)}}
-    running = [
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, **options) for _ in "12"
-    ]
+    pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+    running = [subprocess.Popen(command, **pipes, **options) for _ in "12"]
     assert [process.stdout.readline() for process in running] == ["ready\n"] * 2
     for process in running:
         process.stdin.write("\n")
@@ -143,11 +142,11 @@ def test_damaged_folder_is_made_anew(small_cache, damage):
             (folder / "kvpact.json").write_text("[1, 2")
         case "no manifest":
             (folder / "kvpact.json").unlink()
-    assert packaged_folder(SMOLLM2) == folder
-    assert len(small_cache) == 2
+    assert packaged_folder(SMOLLM2) == folder and len(small_cache) == 2
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert packaged_folder(SMOLLM2) == folder
-    assert len(small_cache) == 2, "a whole folder is not converted again"
+    assert packaged_folder(SMOLLM2) == folder and len(small_cache) == 2, (
+        "a whole folder is not converted again"
+    )
 
 
 def test_damaged_weights_of_the_right_size_are_named(small_cache):
@@ -172,8 +171,8 @@ def test_failed_conversion_leaves_nothing_behind(small_cache, monkeypatch):
     monkeypatch.setattr(models, "_write_model", fail)
     with pytest.raises(KVPactError, match=r"No space left.*KVPACT_CACHE"):
         packaged_folder(SMOLLM2)
-    left = [path for path in (models.model_cache_dir() / "models").iterdir()]
-    assert [path.suffix for path in left if path.suffix != ".lock"] == []
+    left = (models.model_cache_dir() / "models").iterdir()
+    assert all(path.suffix == ".lock" for path in left)
 
 
 def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
@@ -259,8 +258,7 @@ def test_unknown_id_says_what_to_give(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(KVPactError, match="the folder of a saved model") as caught:
         models.load_model(name)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_folder_without_a_model_is_named(tmp_path):

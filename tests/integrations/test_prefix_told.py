@@ -12,18 +12,9 @@ from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 
+IDS = (1, 200), 4
+
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@pytest.fixture
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(4))
 
 
 def opened(store, model, **options):
