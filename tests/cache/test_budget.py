@@ -161,9 +161,9 @@ SHAPE = kvpact.CacheGeometry(4, 2, 32, dtype=torch.bfloat16)
 BYTES = 450_000
 
 
-def grown(pieces, total=1400, budget=BYTES, **options):
+def grown(pieces, total=1400, budget=BYTES, cache=None, **options):
     """Return a cache of four layers with tokens that came in pieces; it never had more bytes."""
-    cache = kvpact.create_cache("none", SHAPE, budget=budget, **options)
+    cache = cache or kvpact.create_cache("none", SHAPE, budget=budget, **options)
     given = [
         random_tokens(1, heads, total, 32, seed=seed, dtype=torch.bfloat16)
         for seed, heads in enumerate((2, 2, 4) * 4)
@@ -268,9 +268,8 @@ def test_snapshots_go_on_as_the_cache_does(total):
             smaller.restore(cache.snapshot())
         assert smaller.seq_len(0) == 0
     for step in range(200):
-        k, v, q = (
-            random_tokens(1, heads, 1, 32, seed=step, dtype=torch.bfloat16) for heads in (2, 2, 4)
-        )
+        given = {"seed": step, "dtype": torch.bfloat16}
+        k, v, q = (random_tokens(1, heads, 1, 32, **given) for heads in (2, 2, 4))
         for layer in range(4):
             outputs = [x.attend(layer, k=k, v=v, q=q) for x in (cache, other)]
             assert torch.equal(*outputs)
@@ -280,18 +279,10 @@ def test_snapshots_go_on_as_the_cache_does(total):
 def test_a_reset_begins_anew():
     cache, fresh = grown([64] * 22), grown([64] * 22, total=200)
     cache.reset()
-    given = [
-        random_tokens(1, heads, 1400, 32, seed=seed, dtype=torch.bfloat16)[:, :, :200]
-        for seed, heads in enumerate((2, 2, 4) * 4)
-    ]
-    for layer in range(4):
-        k, v, q = given[3 * layer : 3 * layer + 3]
-        cache.attend(layer, k=k, v=v, q=q)
-    grown_at_once = states(cache)
+    grown_at_once = states(grown([200], total=200, cache=cache))
     assert {str(spec) for spec in cache.specs} == {str(spec) for spec in fresh.specs}
-    assert [x.streams[0].packed for x in grown_at_once] == [
-        x.streams[0].packed for x in states(fresh)
-    ]
+    one, other = ([x.streams[0].packed for x in state] for state in (grown_at_once, states(fresh)))
+    assert one == other
 
 
 def test_rotated_keys_of_latents_have_8_bits_on_every_rung():

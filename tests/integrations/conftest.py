@@ -113,8 +113,8 @@ def fallbacks():
 
 @pytest.fixture
 def ids(request):
-    """Return tokens: 60 of 3 rows, or of the shape and the seed that a module has as `IDS`."""
-    shape, seed = getattr(request.module, "IDS", ((3, 60), 5))
+    """Return tokens: 60 of 3 rows, or of a module's own shape and seed."""
+    shape, seed = getattr(request.module, "SHAPE_AND_SEED", ((3, 60), 5))
     return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -12,8 +12,7 @@ from kvpact.integrations.transformers.versions import named
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.stores import StoreWarning
 
-IDS = (1, 300), 4  # the shape of `ids`, and their seed
-
+SHAPE_AND_SEED = (1, 300), 4  # of `ids`
 every_model = pytest.mark.parametrize("name", sorted(KINDS.keys() - {"deepseek_v4"}))
 CHUNK = 32
 

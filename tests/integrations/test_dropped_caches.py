@@ -10,8 +10,7 @@ from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache, enable, versions
 from kvpact.integrations.transformers.versions import CACHE, cache_of, drops_cache_at, named
 
-IDS = (1, 100), 1
-
+SHAPE_AND_SEED = (1, 100), 1
 if not versions.KEEPS_LATENTS:
     pytest.skip("transformers before 5.15 does this otherwise", allow_module_level=True)
 

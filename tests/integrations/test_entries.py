@@ -15,8 +15,7 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, named
 from kvpact.stores import MemoryStore
 
-IDS = (2, 800), 5  # groups of the index are packed, with 64 exact tokens behind them
-
+SHAPE_AND_SEED = (2, 800), 5  # groups of the index are packed, with 64 exact tokens behind them
 SPECS = ("none", "int:bits=8,sinks=2,window=8", "trellis:bits=4,sinks=0,window=8")
 
 

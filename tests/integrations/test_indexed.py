@@ -21,8 +21,7 @@ from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
-IDS = (3, 90), 2  # beyond the 24 that are chosen
-
+SHAPE_AND_SEED = (3, 90), 2  # beyond the 24 that are chosen
 every_model = pytest.mark.parametrize("name", INDEXED)
 EAGER = {"hunyuan_v4"}
 """Models that transformers does not let attend by ``sdpa``."""

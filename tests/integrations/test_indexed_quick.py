@@ -16,8 +16,7 @@ from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import plan
 from kvpact.quantizers.channels import to_integers
 
-IDS = (3, 420), 2
-
+SHAPE_AND_SEED = (3, 420), 2
 SPEC = "turboquant:bits=4,window=8"
 FOLLOWED = [name for name in INDEXED if name not in ("qwen4", "glm5")]
 """Models whose products of the index are known; the others read dequantised keys."""

@@ -16,7 +16,7 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import DirectoryStore, MemoryStore
 
-IDS = (1, 200), 4
+SHAPE_AND_SEED = (1, 200), 4
 
 
 @pytest.fixture

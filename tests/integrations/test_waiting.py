@@ -42,14 +42,9 @@ def run(model, cache, calls, **options):
 
 @pytest.mark.parametrize("calls", ([1], [7, 1, 1], [60, 30], [90, 1, 1, 1, 1, 1]), ids=str)
 def test_they_are_an_exact_cache_to_the_bit(llama, calls):
-    model = llama
-    wanted = run(model, DynamicCache(config=model.config), calls)
-    cache = compressed(model, "trellis:bits=4")
-    got = run(model, cache, calls)
-    assert torch.equal(got, wanted)
+    cache, exact = compressed(llama, "trellis:bits=4"), DynamicCache(config=llama.config)
+    assert torch.equal(*(run(llama, x, calls) for x in (cache, exact)))
     assert waiting(cache) == [True, True] and cache.get_seq_length() == sum(calls)
-    exact = DynamicCache(config=model.config)
-    run(model, exact, calls)
     for layer, other in zip(cache.layers, exact.layers, strict=True):
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
@@ -70,12 +65,10 @@ def test_then_the_cache_holds_what_it_would_without_waiting(llama, spec, calls):
 
 def test_how_many_wait(llama):
     cache = compressed(llama, "trellis:bits=4")
-    run(llama, cache, [94])
-    assert waiting(cache) == [True, True]
-    run(llama, cache, [1])
-    assert waiting(cache) == [True, True]
-    run(llama, cache, [1])
-    assert waiting(cache) == [False, False] and cache.get_seq_length() == 96
+    for tokens, wait in ((94, True), (1, True), (1, False)):
+        run(llama, cache, [tokens])
+        assert waiting(cache) == [wait, wait]
+    assert cache.get_seq_length() == 96
 
 
 def test_padding_is_known_when_they_are_stored(llama, prompt):
@@ -257,11 +250,9 @@ def test_attention_with_a_softcap_does_not_wait(make_model, sizes):
     torch.testing.assert_close(got, run(model, DynamicCache(config=config), [9, 1]))
 
 
-def test_layers_of_a_recipe_wait_each_for_themselves(make_model, sizes):
-    model = make_model(LlamaConfig(**sizes))
-    cache = CompressedCache(
-        model, {"default": "trellis:bits=4", "layers": {"1": "int:bits=8,window=0"}}
-    )
-    wanted = run(model, DynamicCache(config=model.config), [9, 1])
-    torch.testing.assert_close(run(model, cache, [9, 1]), wanted, rtol=0.02, atol=0.05)
+def test_layers_of_a_recipe_wait_each_for_themselves(llama):
+    recipe = {"default": "trellis:bits=4", "layers": {"1": "int:bits=8,window=0"}}
+    cache = CompressedCache(llama, recipe)
+    wanted = run(llama, DynamicCache(config=llama.config), [9, 1])
+    torch.testing.assert_close(run(llama, cache, [9, 1]), wanted, rtol=0.02, atol=0.05)
     assert waiting(cache) == [True, False]
