@@ -19,11 +19,8 @@ SPECS = ["int:bits=8,sinks=2,window=8", "kivi:bits=2,sinks=0,window=0", "turboqu
 MOST = 40000  # more lines and operations than any of these calls has
 # Every line and operation takes minutes; `make test-slow` tries more of them.
 STRIDES = {
-    ("interrupt", True): 7,
-    ("interrupt", False): 41,
-    ("memory", True): 2,
-    ("memory", False): 11,
-}
+    ("interrupt", True): 7, ("interrupt", False): 41, ("memory", True): 2, ("memory", False): 11,
+}  # fmt: skip
 finely = pytest.mark.parametrize("finer", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 

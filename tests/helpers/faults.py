@@ -1,7 +1,5 @@
 """Exceptions from where nobody expects them: an interrupt at a line, an allocation that fails."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 import threading
@@ -34,7 +32,7 @@ class Interrupt:
         """Whether it was raised."""
         return self.left <= 0
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> "Interrupt":
         self._old = sys.gettrace()
         sys.settrace(self._call)
         return self

@@ -110,10 +110,9 @@ class WindowBeside:
         if self.width and self.exact is not None:
             held, entry = self.stored.seq_len(0), read.entry(0)
             start = max(held - self.width, 0)
-            streams = [
-                stream._replace(memory=TokenMemory(x[:, :, start:], start), tail_start=start)
-                for stream, x in zip(entry.streams(), self.exact, strict=True)
-            ]
+            both = zip(entry.streams(), self.exact, strict=True)
+            held = [(stream, TokenMemory(x[:, :, start:], start)) for stream, x in both]
+            streams = [x._replace(memory=memory, tail_start=start) for x, memory in held]
             entry.restore(*streams, None)
         self.stored.store(0, k=k, v=v)
         old = self.exact or (k[:, :, :0], v[:, :, :0])

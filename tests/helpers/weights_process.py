@@ -48,10 +48,8 @@ def read(model, store):
     return {
         "offsets": [[offset.channels, offset.bias] for _, offset in sorted(offsets.items())],
         "energies": [x.tolist() for _, x in sorted(output_energies(model).items())],
-        "fingerprint": model_fingerprint(model),
-        "key": prefixes.keys(ids)[0],
-        "text": text,
-    }
+        "fingerprint": model_fingerprint(model), "key": prefixes.keys(ids)[0], "text": text,
+    }  # fmt: skip
 
 
 def main(rank, folder, kind):

@@ -1,7 +1,5 @@
 """Numbers by the native decoder against those of the torch body."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 
