@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import room
+from kvpact.cache.advance import MOST_STEP
 from kvpact.cache.budgets import Budget
 from kvpact.cache.checks import (
     KeyOffsets,
@@ -25,7 +26,6 @@ from kvpact.cache.evict import Evictable
 from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.room import go_down
 from kvpact.cache.rows import BatchRows

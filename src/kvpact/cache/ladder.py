@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpact.cache.parts import SLACK
+from kvpact.cache.advance import SLACK
 from kvpact.cache.rungs import PIECE
 from kvpact.cache.stats import stream_facts
 from kvpact.errors import BudgetExceeded

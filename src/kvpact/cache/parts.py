@@ -1,4 +1,4 @@
-"""What a stream's tokens are: sinks, energies of queries, and the tail."""
+"""What a stream's tokens are: sinks, and energies of queries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide
-from kvpact.kernels import TokenMemory
 from kvpact.methods.context import Context
-from kvpact.units import FEW
 
 
 @lru_cache(maxsize=64)
@@ -65,35 +63,3 @@ def mean_energy(seen: Tensor, start: int, context: Context) -> Tensor:
         return divide(each.sum((0, 2)), float(each.shape[0] * each.shape[2])).to(torch.float32)
     counted = context.counted(each, start).to(torch.float64)
     return ((each * counted).sum((0, 2)) / counted.sum().clamp(min=1)).to(torch.float32)
-
-
-MOST_STEP = 8
-"""Appends of so many tokens to what is held leave room behind the tail for the next ones."""
-SLACK = 8
-"""Tokens of that room."""
-PAID = 64
-"""Packed tokens that have saved more bytes than that room takes."""
-
-
-def next_memory(
-    memory: TokenMemory, tail_start: int, held: int, spare: int, x: Tensor, start: int
-) -> tuple[TokenMemory, int]:
-    """Return where the tail from `start` on lies with new tokens `x`, and the room behind them."""
-    new = x.shape[2]
-    length, kept = held + new, max(held - start, 0)
-    if kept and spare >= new and (start == tail_start or spare > SLACK):
-        memory.tokens(held, length).copy_(x)
-        return memory, spare - new
-    if start > held:
-        x = x[:, :, start - held :]
-    if new > MOST_STEP or start < PAID or start == length:
-        # A slice would keep the whole of `x` alive behind it.
-        tail = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
-        return TokenMemory(tail, start), 0
-    shape, count = x.shape, length - start
-    room = SLACK if start > FEW else 2  # which is next to nothing of what few tokens take
-    tail = x.new_zeros(*shape[:2], count + room, shape[3])
-    if kept:
-        tail[:, :, :kept] = memory.tokens(start, held)
-    tail[:, :, kept:count] = x
-    return TokenMemory(tail, start), room

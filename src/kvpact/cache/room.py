@@ -12,14 +12,12 @@ from torch import Tensor
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import SLACK
 from kvpact.cache.reserve import room_for
 from kvpact.cache.rungs import climbed
 from kvpact.cache.stream import Stream
-from kvpact.kernels import TokenMemory, largest
+from kvpact.kernels import largest
 from kvpact.quantizers.numbers import HALF_MAX
 from kvpact.spec import Spec
-from kvpact.units import out_of_window
 
 
 def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
@@ -37,7 +35,7 @@ def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
                     continue
                 if not layer.clean:
                     layer.settle()
-                k, v = _reserved(held.k, tokens), _reserved(held.v, tokens)
+                k, v = held.k.reserved(tokens), held.v.reserved(tokens)
                 layer._held = held._replace(k=k, v=v, runner=None)
 
 
@@ -85,19 +83,6 @@ class Moment(NamedTuple):
         if version == self.held.version:
             # What carries out steps has counted those that came since.
             rewind(self.layer, self.held._replace(version=version + 1, runner=None))
-
-
-def _reserved(stream: Stream, tokens: int) -> Stream:
-    packed = out_of_window(stream.codec.group, stream.window, stream.length + tokens)
-    store = stream.store.grown(max(packed, stream.packed), stream.packed)
-    room = tokens + SLACK  # with less than that behind it a tail moves when tokens are packed
-    if not tokens or stream.tail_start == stream.length or stream.spare >= room:
-        return stream._replace(store=store)
-    like, count = stream.memory.tensor, stream.length - stream.tail_start
-    tail = like.new_zeros(*like.shape[:2], count + room, like.shape[3])
-    tail[:, :, :count] = stream.tail
-    memory = TokenMemory(tail, stream.tail_start)
-    return stream._replace(store=store, memory=memory, spare=room)
 
 
 class Wait(NamedTuple):

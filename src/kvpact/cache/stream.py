@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.parts import (
-    filled_sinks,
-    mean_energy,
-    next_memory,
-    sink_positions,
-    sinks_among,
-)
+from kvpact.cache.advance import SLACK, Advance, advance
+from kvpact.cache.parts import filled_sinks, mean_energy, sink_positions, sinks_among
 from kvpact.cache.segments import MakeStore, SegmentStore
 from kvpact.kernels import (
     WAITING,
@@ -28,12 +23,11 @@ from kvpact.kernels import (
     StreamPlan,
     StreamView,
     TokenMemory,
-    exact_from,
 )
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-from kvpact.units import FEW, learning, out_of_window, segment_tokens, unit_of
+from kvpact.units import FEW, learning, segment_tokens, unit_of
 
 
 class Piece(NamedTuple):
@@ -122,31 +116,56 @@ class Stream(NamedTuple):
         """
         given, x = x, x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else self.coded(given, self.length)
-        held, codec, window = self.length, self.codec, self.window
-        length = held + x.shape[2]
-        context = Context(padding, self.num_sinks)
-        out = out_of_window(codec.group, window, length)
-        plan, ready = self.plan, codec.ready
-        if not ready and out and out >= codec.learns_from:
-            plan = self._learnt(x, coded, out, context, seen)
-            codec, ready = plan.codec, plan.codec.ready
-        if not ready:
-            out = 0
+        held, codec, plan = self.length, self.codec, self.plan
+        context, now = Context(padding, self.num_sinks), self.advanced(x.shape[2])
+        if now.packed and not codec.ready:
+            plan = self._learnt(x, coded, now.packed, context, seen)
+            codec = plan.codec
         size = size if self.offset is None else None
-        check_arrival(plan, coded, max(out - held, 0), size)
+        check_arrival(plan, coded, max(now.packed - held, 0), size)
         # What waited may be larger: only where nothing did is that the size of what is encoded.
-        pieces = self._encode(plan, x, coded, out, context, None if held else size)
-        packed = max(self.packed, out)
-        start = exact_from(self.tail_start, packed, out)
-        memory, spare = next_memory(self.memory, self.tail_start, held, self.spare, x, start)
-        sinks = self._next_sinks(x, start, padding)
+        pieces = self._encode(plan, x, coded, now.packed, context, None if held else size)
+        memory = next_memory(self.memory, self.tail_start, held, x, now)
+        sinks = self._next_sinks(x, now.tail, padding)
         # What a codec stores may depend on what it has learnt.
         store = self.store if plan is self.plan else self.store.made_for(codec)
-        store, offset, count = store.grown(packed, self.packed), self.offset, self.num_sinks
-        after = Stream(
-            codec, window, plan, store, packed, memory, start, length, spare, sinks, count, offset
+        after = self._replace(
+            codec=codec,
+            plan=plan,
+            store=store.grown(now.packed, self.packed),
+            packed=now.packed,
+            memory=memory,
+            tail_start=now.tail,
+            length=now.length,
+            spare=now.spare,
+            sinks=sinks,
         )
         return AppendPlan(after, pieces)
+
+    def advanced(self, new: int) -> Advance:
+        """Return the counts after so many new tokens."""
+        codec, window = self.codec, self.window
+        return advance(
+            self.packed,
+            self.tail_start,
+            self.length,
+            self.spare,
+            new,
+            unit_of(codec.group, window),
+            window,
+            0 if codec.ready else codec.learns_from,
+        )
+
+    def reserved(self, tokens: int) -> Stream:
+        """Return the stream with room for so many more tokens; its tail then stays where it is."""
+        store, held, room = self.store, self.length, tokens + SLACK
+        store = store.grown(self.advanced(tokens).packed, self.packed)
+        if not tokens or self.tail_start == held or self.spare >= room:
+            return self._replace(store=store)
+        now = Advance(self.packed, self.tail_start, held, room, False)
+        none = self.memory.tensor[:, :, :0]
+        memory = next_memory(self.memory, self.tail_start, held, none, now)
+        return self._replace(store=store, memory=memory, spare=room)
 
     def decoded(self, start: int, end: int, padding: Tensor | None) -> Tensor:
         """Return tokens `start <= t < end`, decompressed."""
@@ -391,3 +410,24 @@ class AppendPlan(NamedTuple):
         source = self.after.store.source()
         for piece in self.pieces:
             piece.encoder.write(piece.prepared, source, piece.start)
+
+
+def next_memory(memory: TokenMemory, tail: int, held: int, x: Tensor, now: Advance) -> TokenMemory:
+    """Return where the exact tokens lie after new ones, with these behind them."""
+    if now.stays:
+        memory.tokens(held, now.length).copy_(x)
+        return memory
+    start, kept = now.tail, max(held - now.tail, 0)
+    if start == now.length and tail == held:
+        return memory  # there are none, as before
+    x = x[:, :, start - held :] if start > held else x
+    if not now.spare:
+        # A slice would keep the whole of `x` alive behind it.
+        exact = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
+        return TokenMemory(exact, start)
+    count = now.length - start
+    exact = x.new_zeros(*x.shape[:2], count + now.spare, x.shape[3])
+    if kept:
+        exact[:, :, :kept] = memory.tokens(start, held)
+    exact[:, :, kept:count] = x
+    return TokenMemory(exact, start)
