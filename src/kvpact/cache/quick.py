@@ -75,14 +75,9 @@ def _run_step(
     output = row.runner.run((row,), k, v, q)
     if output is not None:
         layer._held = after
-        plan.count(attend=1, encode=encodes(row))
+        plan.count(attend=1, encode=(row.k.encoded > 0) + (row.v.encoded > 0))
     layer.clean = True
     return output
-
-
-def encodes(row: StepRow) -> int:
-    """Return how many streams of a row pack tokens."""
-    return (row.k.encoded > 0) + (row.v.encoded > 0)
 
 
 def quick_step(
@@ -180,7 +175,7 @@ def next_stream(
         side = _new(StepTokens, (tail_start, memory, keep, packed, fresh, fresh > 0))
         if not stays:
             x = x if index is None else x[index : index + 1]
-            memory = next_memory(memory, tail_start, held, x, now)
+            memory = next_memory(memory, held, x, now)
     known = (codec, window, plan, store, after, memory, start, length, room, sinks, count, offset)
     return _new(Stream, known), side
 

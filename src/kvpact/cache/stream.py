@@ -125,7 +125,7 @@ class Stream(NamedTuple):
         check_arrival(plan, coded, max(now.packed - held, 0), size)
         # What waited may be larger: only where nothing did is that the size of what is encoded.
         pieces = self._encode(plan, x, coded, now.packed, context, None if held else size)
-        memory = next_memory(self.memory, self.tail_start, held, x, now)
+        memory = next_memory(self.memory, held, x, now)
         sinks = self._next_sinks(x, now.tail, padding)
         # What a codec stores may depend on what it has learnt.
         store = self.store if plan is self.plan else self.store.made_for(codec)
@@ -164,7 +164,7 @@ class Stream(NamedTuple):
             return self._replace(store=store)
         now = Advance(self.packed, self.tail_start, held, room, False)
         none = self.memory.tensor[:, :, :0]
-        memory = next_memory(self.memory, self.tail_start, held, none, now)
+        memory = next_memory(self.memory, held, none, now)
         return self._replace(store=store, memory=memory, spare=room)
 
     def decoded(self, start: int, end: int, padding: Tensor | None) -> Tensor:
@@ -412,14 +412,12 @@ class AppendPlan(NamedTuple):
             piece.encoder.write(piece.prepared, source, piece.start)
 
 
-def next_memory(memory: TokenMemory, tail: int, held: int, x: Tensor, now: Advance) -> TokenMemory:
+def next_memory(memory: TokenMemory, held: int, x: Tensor, now: Advance) -> TokenMemory:
     """Return where the exact tokens lie after new ones, with these behind them."""
     if now.stays:
         memory.tokens(held, now.length).copy_(x)
         return memory
     start, kept = now.tail, max(held - now.tail, 0)
-    if start == now.length and tail == held:
-        return memory  # there are none, as before
     x = x[:, :, start - held :] if start > held else x
     if not now.spare:
         # A slice would keep the whole of `x` alive behind it.

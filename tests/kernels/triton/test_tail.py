@@ -30,7 +30,5 @@ def test_the_tail_begins_where_the_rule_says(window, group):
         _advance[(1,)](rows, Counting(new, False, window, group, window, group))
         # A window beside pages moves token by token, and never ends within the group that is open.
         unit = 1 if window else group
-        wanted = (
-            before if window == WAITING else rule(0, before, held, 0, new, unit, window).tail
-        )
+        wanted = before if window == WAITING else rule(0, before, held, 0, new, unit, window).tail
         assert rows[0, K_EXACT_FROM.value] == rows[0, V_EXACT_FROM.value] == wanted
