@@ -1,4 +1,4 @@
-"""Where a stream's tokens lie after an append, by their counts alone; all who count them ask here.
+"""Where a stream's tokens lie after an append: all who count them, or move its tail, ask here.
 
 `packed` tokens have slots; those from `tail` to `length` are exact, and `spare` more fit behind
 them. `StreamOracle` defines what is packed; this module also says when the tail moves.
@@ -9,6 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from kvpact.kernels import TokenMemory
 from kvpact.units import FEW
 
 MOST_STEP = 8
@@ -57,3 +61,22 @@ def advance(
         return Advance(packed, start, length, spare - new, True)
     few = new > MOST_STEP or start < PAID or start == length
     return Advance(packed, start, length, 0 if few else SLACK if start > FEW else 2, False)
+
+
+def next_memory(memory: TokenMemory, held: int, x: Tensor, now: Advance) -> TokenMemory:
+    """Return where the exact tokens lie after new ones, with these behind them."""
+    if now.stays:
+        memory.tokens(held, now.length).copy_(x)
+        return memory
+    start, kept = now.tail, max(held - now.tail, 0)
+    x = x[:, :, start - held :] if start > held else x
+    if not now.spare:
+        # A slice would keep the whole of `x` alive behind it.
+        exact = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
+        return TokenMemory(exact, start)
+    count = now.length - start
+    exact = x.new_zeros(*x.shape[:2], count + now.spare, x.shape[3])
+    if kept:
+        exact[:, :, :kept] = memory.tokens(start, held)
+    exact[:, :, kept:count] = x
+    return TokenMemory(exact, start)

@@ -6,12 +6,14 @@ The ordinary way (`attend`) defines what a step does. `quick_attend` is taken wh
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor
 
-from kvpact.cache.advance import MOST_STEP, advance
+from kvpact.cache.advance import MOST_STEP, advance, next_memory
 from kvpact.cache.held import Held, Sizes, next_seen
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream, next_memory
+from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, check_queries
 from kvpact.methods.context import Context
@@ -62,11 +64,8 @@ def _run_step(
     layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
     held = layer._held
-    if len(rungs := held.rungs) > 1 or held.ahead is not None:
-        # Every step comes by here: `until` is asked where there is more to it than a rung.
-        end = rungs[1][0] if held.ahead is None else layer.until
-        if held.length + k.shape[2] > end:
-            return None
+    if held.until != inf and held.length + k.shape[2] > held.until:
+        return None
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
         return None
@@ -113,7 +112,7 @@ def quick_step(
     ):
         if index is not None:
             k, v, q = (x[index : index + 1] for x in (k, v, q))
-        state = Held(k_after, v_after, padding, version, plan, good, seen)
+        state = layer._held._replace(k=k_after, v=v_after, seen=seen)
         runner = _made(layer, state, k, v, q, config, None if good is not None else runner)
         if runner is None:
             return None
@@ -126,7 +125,7 @@ def quick_step(
 def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
-    if held.rungs and held.length + new > layer.until:
+    if held.length + new > held.until:
         return None
     for stream in held.streams():
         now, kept = stream.advanced(new), stream.tail_start < stream.length

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.advance import SLACK, Advance, advance
-from kvpact.cache.parts import filled_sinks, mean_energy, sink_positions, sinks_among
+from kvpact.cache.advance import SLACK, Advance, advance, next_memory
+from kvpact.cache.energies import mean_energy
 from kvpact.cache.segments import MakeStore, SegmentStore
+from kvpact.cache.sinks import filled_sinks, sink_positions, sinks_among
 from kvpact.kernels import (
     WAITING,
     Encoder,
@@ -27,7 +28,10 @@ from kvpact.kernels import (
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-from kvpact.units import FEW, learning, segment_tokens, unit_of
+from kvpact.units import FEW, learning, unit_of
+
+PIECE = 64
+"""Tokens in fp32 that are decompressed at a time; in 16 bits there are twice as many."""
 
 
 class Piece(NamedTuple):
@@ -129,32 +133,20 @@ class Stream(NamedTuple):
         sinks = self._next_sinks(x, now.tail, padding)
         # What a codec stores may depend on what it has learnt.
         store = self.store if plan is self.plan else self.store.made_for(codec)
-        after = self._replace(
-            codec=codec,
-            plan=plan,
-            store=store.grown(now.packed, self.packed),
-            packed=now.packed,
-            memory=memory,
-            tail_start=now.tail,
-            length=now.length,
-            spare=now.spare,
-            sinks=sinks,
+        store = store.grown(now.packed, self.packed)
+        packed, start, length, spare, _ = now
+        window, count, offset = self.window, self.num_sinks, self.offset
+        after = Stream(
+            codec, window, plan, store, packed, memory, start, length, spare, sinks, count, offset
         )
         return AppendPlan(after, pieces)
 
     def advanced(self, new: int) -> Advance:
         """Return the counts after so many new tokens."""
         codec, window = self.codec, self.window
-        return advance(
-            self.packed,
-            self.tail_start,
-            self.length,
-            self.spare,
-            new,
-            unit_of(codec.group, window),
-            window,
-            0 if codec.ready else codec.learns_from,
-        )
+        unit, learns_from = unit_of(codec.group, window), 0 if codec.ready else codec.learns_from
+        held, spare = self.length, self.spare
+        return advance(self.packed, self.tail_start, held, spare, new, unit, window, learns_from)
 
     def reserved(self, tokens: int) -> Stream:
         """Return the stream with room for so many more tokens; its tail then stays where it is."""
@@ -320,11 +312,6 @@ class Stream(NamedTuple):
         cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
 
-    def segment_behind(self, first: int, least: int) -> int:
-        """Return the tokens of a segment without the first tokens, rounded down to `least`."""
-        left, device = self.packed - first + least, self.memory.tensor.device.type
-        return min(self.store.segment_tokens, segment_tokens(self.codec.group, left, device))
-
     def behind(self, first: int, size: int) -> Stream:
         """Return a stream without sinks as it is without its first tokens, segments of `size`."""
         offset = self.offset
@@ -403,29 +390,8 @@ class AppendPlan(NamedTuple):
     after: Stream
     pieces: list[Piece]
 
-    def write(self) -> None:
+    def write(self) -> Stream:
         """Write the new slots, behind all that is held now; some may be written if it raises."""
-        if not self.pieces:
-            return
-        source = self.after.store.source()
         for piece in self.pieces:
-            piece.encoder.write(piece.prepared, source, piece.start)
-
-
-def next_memory(memory: TokenMemory, held: int, x: Tensor, now: Advance) -> TokenMemory:
-    """Return where the exact tokens lie after new ones, with these behind them."""
-    if now.stays:
-        memory.tokens(held, now.length).copy_(x)
-        return memory
-    start, kept = now.tail, max(held - now.tail, 0)
-    x = x[:, :, start - held :] if start > held else x
-    if not now.spare:
-        # A slice would keep the whole of `x` alive behind it.
-        exact = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
-        return TokenMemory(exact, start)
-    count = now.length - start
-    exact = x.new_zeros(*x.shape[:2], count + now.spare, x.shape[3])
-    if kept:
-        exact[:, :, :kept] = memory.tokens(start, held)
-    exact[:, :, kept:count] = x
-    return TokenMemory(exact, start)
+            piece.encoder.write(piece.prepared, self.after.store.source(), piece.start)
+        return self.after
