@@ -338,3 +338,15 @@ def test_a_copy_and_a_pickle_have_plans_of_their_own(watched):
     outputs = [one.attend(0, **by_name(*random(1, seed=i))) for i, one in enumerate((cache, other))]
     assert not torch.equal(*outputs)
     assert cache.seq_len() == other.seq_len() == 44
+
+
+def test_a_tail_takes_as_many_bytes_after_quick_steps(watched):
+    """Steps of several tokens that pack a group across its end, at all places in the room."""
+    caches = [create_cache("kivi:bits=2,window=0", GEOMETRY) for _ in range(2)]
+    for seed, count in enumerate([600] + [3] * 60):
+        for layer in range(2):
+            for cache, watched.allowed in zip(caches, (True, False), strict=True):
+                cache.attend(layer, **by_name(*random(count, seed=2 * seed + layer)))
+        same_state(*caches)
+        assert caches[0].memory_usage() == caches[1].memory_usage()
+    assert watched.taken > 60

@@ -6,6 +6,7 @@ import torch
 
 from kvpact import create_cache
 from kvpact.cache.codecs import latent_spec
+from kvpact.cache.held import Held
 from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
@@ -113,7 +114,7 @@ class WindowBeside:
             both = zip(entry.streams(), self.exact, strict=True)
             held = [(stream, TokenMemory(x[:, :, start:], start)) for stream, x in both]
             streams = [x._replace(memory=memory, tail_start=start) for x, memory in held]
-            entry.restore(*streams, None)
+            entry.restore(Held(*streams))
         self.stored.store(0, k=k, v=v)
         old = self.exact or (k[:, :, :0], v[:, :, :0])
         self.exact = [torch.cat(both, 2) for both in zip(old, (k, v), strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.cache.checks import KeyOffsets, check_layer
 from kvpact.calibration import Calibration as ModelCalibration
-from kvpact.errors import DtypeError, GeometryError, SpecError
+from kvpact.errors import DtypeError, GeometryError, NonFiniteError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowOffset
 from kvpact.key_offset import KeyOffset
@@ -18,6 +18,7 @@ from kvpact.methods import Codec, Method, make_codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.integer import Integer
 from kvpact.methods.none import Exact
+from kvpact.methods.scaled import scaled_for
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec, parse_spec
 
@@ -141,3 +142,17 @@ def _fitted(codec: Codec, learnt: Learnt, heads: int, offset: KeyOffset | None) 
     if offset is not None and learnt.dim() == 4:
         learnt = RowOffset(offset).without(learnt, 0).to(learnt.dtype)
     return codec.fit(learnt)
+
+
+def small_sizes(sizes: Sequence[float], shared: tuple[Codec, Codec] | None) -> tuple[float, float]:
+    """Return the largest magnitudes of K and V, one of which is small.
+
+    Raises `NonFiniteError` where codecs are shared by pages, and so can't be scaled.
+    """
+    for name, codec, size in zip("kv", shared or (), sizes, strict=False):
+        if scaled_for(codec, size) is not codec:
+            raise NonFiniteError(
+                f"{name} has no number above {size:.3g}, too small for pages, whose sequences "
+                "share a codec; scale it up, take a contiguous cache, or keep this layer at 'none'"
+            )
+    return sizes[0], sizes[1]

@@ -9,8 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvpact.cache import room
-from kvpact.cache.budgets import Budget
+from kvpact.cache.advance import MOST_STEP
 from kvpact.cache.checks import (
     KeyOffsets,
     check_fits,
@@ -22,22 +21,20 @@ from kvpact.cache.checks import (
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.evict import Evictable
-from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.quick import attend, quick_attend
-from kvpact.cache.room import go_down
+from kvpact.cache.reserve import room_for
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import layer_state, page_tokens, put_on_rung, restored_layer
+from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
-from kvpact.errors import BudgetExceeded, CacheFull, DtypeError, GeometryError
+from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, Hold, check_covered, giving_back
 from kvpact.snapshot import Identity, RecordState, Snapshot
-from kvpact.snapshot.state import CacheState
+from kvpact.snapshot.state import CacheState, LayerState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
@@ -55,6 +52,7 @@ class ContiguousCache(Evictable, BatchRows):
     """
 
     layout = "contiguous"
+    layer_type = CacheLayer
 
     @detached
     def __init__(
@@ -65,11 +63,9 @@ class ContiguousCache(Evictable, BatchRows):
         calibration: Calibration | None = None,
         compute: Compute | None = None,
         key_offsets: KeyOffsets | None = None,
-        budget: Budget | None = None,
     ) -> None:
         self.geometry, self.max_tokens = geometry, max_tokens
-        self._specs, self.budget = list(specs), budget
-        self._schedule: Schedule | None = None
+        self._specs = list(specs)
         self.compute, self.heap = compute or Compute(), Hold()
         self.compute.layers = Counter(map(str, specs))
         self.key_offsets = check_offsets(key_offsets, geometry)
@@ -77,7 +73,7 @@ class ContiguousCache(Evictable, BatchRows):
         given = states_of(calibration, specs, geometry)
         codecs = layer_codecs(specs, geometry, given, self.key_offsets) if given else []
         self._layers = [
-            CacheLayer(
+            self.layer_type(
                 spec,
                 codecs=codecs[i] if i in given else None,
                 latent=geometry.latent,
@@ -91,8 +87,7 @@ class ContiguousCache(Evictable, BatchRows):
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
     ) -> list[float] | None:
         """Do what `check_tokens` does for a layer, whose lock is held, and check its room."""
-        entry = self._layers[layer]
-        held = entry._held.k
+        held = self._layers[layer]._held.k
         sizes = check_tokens(self.geometry, k, v, q, held and held.memory.tensor)
         if held is None and self.batch_size not in (None, k.shape[0]):
             raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
@@ -102,10 +97,8 @@ class ContiguousCache(Evictable, BatchRows):
         if self.max_tokens is not None and total > self.max_tokens:
             raise CacheFull(
                 f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
-                f"{self.max_tokens - entry.length} free; truncate or raise max_tokens"
+                f"{self.max_tokens - total + k.shape[2]} free; truncate or raise max_tokens"
             )
-        if self.budget is not None:
-            self._within_budget(layer, k, total - k.shape[2])
         for name, rows in (("padding", config.padding), ("origin", config.origin)):
             if rows is not None and rows.shape != k.shape[:1]:
                 raise GeometryError(
@@ -115,32 +108,11 @@ class ContiguousCache(Evictable, BatchRows):
 
     @property
     def specs(self) -> list[Spec]:
-        """The spec of each layer, of a cache with a budget by which it stores tokens now."""
-        return self._specs if self.budget is None else [layer.spec for layer in self._layers]
-
-    def _within_budget(self, layer: int, k: Tensor, held: int) -> None:
-        """Raise `BudgetExceeded` unless the budget has room for new tokens of a layer."""
-        schedule = self._schedule
-        if schedule is None or (schedule.batch != k.shape[0] and self.batch_size is None):
-            assert self.budget is not None
-            schedule = self.budget.schedule(self.geometry, k.shape[0], k.dtype)
-            self._schedule = schedule
-        schedule.check_length(held + k.shape[2])
-        if self._layers[layer].k is None:
-            self._layers[layer].planned = schedule.ladder(layer, held, k.shape[2])
+        """The spec of each layer; see `BudgetCache`."""
+        return self._specs
 
     def _make_room(self, layer: int, k: Tensor, *others: Any) -> None:
-        """Let all layers go down to a call's end where its tokens would not fit on the way."""
-        if self._schedule is None or not isinstance(k, Tensor) or k.dim() != 4:
-            return
-        entry, new = self._layers[layer], k.shape[2]
-        behind = [x for x in self._layers if x.length and x.next_rung < entry.length + new]
-        if behind and self._schedule.crowded(entry.length, new):
-            total = entry.length + new
-            with self.compute.checking(), entry.lock:
-                self._check(layer, k, *others)
-            for one in behind:  # no other lock is held
-                go_down(one, total)
+        """Prepare for a call, before a lock is taken; see `BudgetCache`."""
 
     def attend(
         self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -155,8 +127,7 @@ class ContiguousCache(Evictable, BatchRows):
             return self._detached_attend(layer, k=k, v=v, q=q, config=config)
         config = _DEFAULT if config is None else attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
-            entry = self._layers[layer]
-            output = quick_attend(entry, k, v, q, config, self.max_tokens)
+            output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
             if output is not None:
                 if self.heap.active or self.compute.prompts:
                     self._end_prompt()
@@ -291,19 +262,22 @@ class ContiguousCache(Evictable, BatchRows):
             More than `max_tokens` would be held, or there is no memory for them.
         GeometryError
             Not such a number.
-        SpecError
-            The cache has a budget.
         """
         check_count("tokens", tokens)
-        if self.budget is not None:
-            self.budget.refuse(reserve=tokens)
         longest = max((entry.length for entry in self._layers), default=0)
         if self.max_tokens is not None and longest + tokens > self.max_tokens:
             raise CacheFull(
                 f"{tokens} more tokens do not fit: {longest} of {self.max_tokens} are held; "
                 "reserve fewer, truncate or raise max_tokens"
             )
-        room.reserve(self._layers, tokens)
+        wanted = Counter[torch.device]()
+        for stream in (stream for layer in self._layers for stream in layer.streams()):
+            like = stream.memory.tensor
+            size = sum(field.bytes_per_token for field in stream.codec.fields)
+            wanted[like.device] += like.shape[0] * like.shape[1] * int(size * tokens)
+        with room_for(f"{tokens:,} more tokens", wanted):
+            for layer in self._layers:
+                layer.reserve(tokens)
 
     def reset(self, layer: int | None = None) -> None:
         """Forget all tokens, and the batch size, of one layer or (None) of all."""
@@ -373,22 +347,18 @@ class ContiguousCache(Evictable, BatchRows):
         if device is None:
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
-        schedule, built, where = self._schedule, list[CacheLayer](), torch.device(device)
+        built, where = list[CacheLayer](), torch.device(device)
         with giving_back():
             for index, state in enumerate(held.layers):
-                place = self._layers[index].empty()
-                if self.budget is not None and state.streams is not None:
-                    given = state.streams[0].tail.dtype
-                    schedule = self.budget.schedule(self.geometry, held.batch, given)
-                    schedule.check_length(held.tokens)
-                    put_on_rung(index, place, self.budget.rungs, schedule.layers[index], state)
-                dtype = self.geometry.dtype
+                place, dtype = self._place(index, held, state), self.geometry.dtype
                 built.append(restored_layer(place, state, where, False, index, dtype))
                 del state
-            self._schedule = schedule
             for layer, new in zip(self._layers, built, strict=True):
-                was = new._held
-                layer.restore(new.k, new.v, new.padding, was.seen, 0, was.rungs, was.ahead)
+                layer.restore(new._held)
+
+    def _place(self, index: int, held: CacheState, state: LayerState) -> CacheLayer:
+        """Return an empty layer for a layer's state, before it is checked."""
+        return self._layers[index].empty()
 
     @detached
     def fork(self) -> Self:
@@ -404,12 +374,6 @@ class ContiguousCache(Evictable, BatchRows):
 
     @detached
     def _keep_rows(self, indices: Tensor) -> None:
-        schedule = self._schedule
-        if schedule is not None and len(indices) > schedule.batch:
-            raise BudgetExceeded(
-                f"the budget was planned for {schedule.batch} rows, not {len(indices)}: give the "
-                "first call as many rows as there are going to be"
-            )
         with giving_back(sum(x.nbytes for x in self._layers[0].tensors())):
             for layer in self._layers:
                 layer.select(indices)
@@ -432,10 +396,4 @@ class ContiguousCache(Evictable, BatchRows):
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""
-        stats = cache_stats(self._layers, self.layout, self.compute)
-        if self.budget is not None:
-            schedule, whole = self._schedule, {"bytes": self.budget.bytes}
-            stats["budget"] = whole | (
-                schedule.stats(stats["tokens"], self.specs) if schedule else {}
-            )
-        return stats
+        return cache_stats(self._layers, self.layout, self.compute)

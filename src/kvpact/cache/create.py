@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpact.cache.budget_cache import BudgetCache
 from kvpact.cache.budgets import budget_of, ladder_of
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, cache_specs
@@ -122,7 +123,7 @@ def create_cache(
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    specs, given = cache_specs(spec, geometry), None
+    specs = cache_specs(spec, geometry)
     if budget is not None:
         layers, exact = geometry.num_layers, None
         if context is not None:
@@ -135,5 +136,5 @@ def create_cache(
         given.refuse(calibration=calibration)
         given = given.for_geometry(geometry)
         specs = list(given.rungs[0])
-    offsets = key_offsets
-    return ContiguousCache(specs, geometry, max_tokens, calibration, compute, offsets, given)
+        return BudgetCache(given, specs, geometry, max_tokens, None, compute, key_offsets)
+    return ContiguousCache(specs, geometry, max_tokens, calibration, compute, key_offsets)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvpact.cache.held import Also, Held, exchange
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.rungs import PIECE, with_tokens
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import PIECE, Stream
 from kvpact.errors import GeometryError, SpecError, StaleResult
 from kvpact.geometry import check_count
+from kvpact.units import TILE, segment_tokens
 
 
 class Evictable:
@@ -110,7 +110,7 @@ class Evictable:
                 raise GeometryError(
                     "rows that are padded on the left let go of no tokens: give each row a cache"
                 )
-            if _know_positions(layer):
+            if layer.knows_positions():
                 raise SpecError(
                     "what keys have by their positions alone is taken off them here, so tokens "
                     "can't move up: make the cache without key offsets and rotations to let go of "
@@ -141,14 +141,6 @@ def _locked(layers: Sequence[CacheLayer], call: Callable[[], None]) -> None:
         return _locked(layers[1:], call)
 
 
-def _know_positions(layer: CacheLayer) -> bool:
-    """Whether keys are stored without something that depends on positions, or will be."""
-    streams = layer.streams()
-    for _, spec in layer._held.rungs if streams else ():
-        streams.append(layer.new_stream(streams[0].memory.tensor, True, spec=spec))
-    return any(stream.offset is not None for stream in streams)
-
-
 def _kept(layer: CacheLayer, index: Tensor) -> tuple[Held, Held]:
     """Return what a layer holds, and that with some tokens alone."""
     with layer.lock:
@@ -157,9 +149,9 @@ def _kept(layer: CacheLayer, index: Tensor) -> tuple[Held, Held]:
         held = layer._held
         if held.k is None or held.v is None or index.shape[-1] == held.length:
             return held, held
-        k, v = (_kept_stream(stream, index) for stream in (held.k, held.v))
-        known = held.plan, held.good, None, None, held.begin, held.rungs, held.ahead
-        return held, Held(k, v, None, held.version + 1, *known)
+        k, v, version = _kept_stream(held.k, index), _kept_stream(held.v, index), held.version + 1
+        after = held._replace(k=k, v=v, padding=None, version=version, seen=None, runner=None)
+        return held, layer.paced(after)
 
 
 def _kept_stream(stream: Stream, index: Tensor) -> Stream:
@@ -177,5 +169,31 @@ def _kept_stream(stream: Stream, index: Tensor) -> Stream:
             x = x.index_select(2, part)
         else:
             x = x.gather(2, part[..., None].expand(-1, -1, -1, x.shape[3]))
-        kept = with_tokens(kept, x, None, None)
+        kept = kept.prepare(x, None, None).write()
     return kept
+
+
+def keep_last(layer: CacheLayer, kept: int) -> None:
+    """Forget tokens in front of the last `kept`, as far as they fill whole segments."""
+    with layer.lock:
+        held, streams = layer._held, layer.streams()
+        first = min([held.length - kept, *(stream.tail_start for stream in streams)])
+        if first < TILE or not streams:
+            return
+        device = streams[0].memory.tensor.device.type
+        least = math.lcm(TILE, *(stream.codec.group for stream in streams))
+        sizes = []
+        for x in streams:
+            size = segment_tokens(x.codec.group, x.packed - first + least, device)
+            sizes.append(min(x.store.segment_tokens, size))
+        if not (first := first // math.lcm(*sizes) * math.lcm(*sizes)):
+            return
+        if not layer.clean:
+            layer.settle()
+        k, v = (stream.behind(first, size) for stream, size in zip(streams, sizes, strict=True))
+        padding = None if held.padding is None else (held.padding - first).clamp(min=0)
+        if padding is not None and not padding.any():
+            padding = None
+        # Views of what was held keep what they read.
+        begin = held.begin + first
+        layer._held = held._replace(k=k, v=v, padding=padding, runner=None, begin=begin)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.parts import energies
-from kvpact.cache.rungs import Rungs
+from kvpact.cache.energies import energies
 from kvpact.cache.step import Step
 from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
@@ -33,22 +33,21 @@ class Held(NamedTuple):
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.
     - `begin`: tokens in front that were let go of; all others are counted from there.
-    - `rungs`: the spec of now and those to come, each from more than so many tokens on; none where
-      the layer has one spec for all lengths. A rollback leaves them as they are.
-    - `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
+    - `until`: tokens up to which steps only store them.
+    - `descent`: what a `BudgetLayer` has left to do; None of any other.
     """
 
-    k: Stream | None
-    v: Stream | None
-    padding: Tensor | None
-    version: int
+    k: Stream | None = None
+    v: Stream | None = None
+    padding: Tensor | None = None
+    version: int = 0
     plan: Plan | None = None
     good: Tensor | None = None
     seen: Tensor | None = None
     runner: StepRunner | None = None
     begin: int = 0
-    rungs: Rungs = ()
-    ahead: Stream | None = None
+    until: float = inf
+    descent: Any = None
 
     @property
     def length(self) -> int:

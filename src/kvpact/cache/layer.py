@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from math import inf, lcm
 from typing import Any
 
 from torch import Tensor
 
-from kvpact.cache.codecs import codec_of
+from kvpact.cache.codecs import codec_of, small_sizes
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
 from kvpact.cache.prompt import Prompt, alike_key
-from kvpact.cache.rungs import PIECE, Rungs, climbed, in_pieces, to_learn
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
 from kvpact.kernels import Compute, LayerView, largest
@@ -25,7 +23,6 @@ from kvpact.methods import Codec
 from kvpact.methods.scaled import LEAST, ScaledCodec, scaled_for, size_of
 from kvpact.quantizers.checks import collected
 from kvpact.spec import Spec
-from kvpact.units import TILE
 
 
 class CacheLayer:
@@ -41,10 +38,8 @@ class CacheLayer:
     - `latent`: K and V are MLA latents and rotated keys.
     - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
     - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
-    - `planned`: specs that the layer's first tokens begin with, see `Held.rungs`.
     """
 
-    planned: Rungs = ()
     small: tuple[float, float] = (0.0, 0.0)
     """The largest magnitudes of the first tokens of K and of V, where they are small."""
 
@@ -61,7 +56,7 @@ class CacheLayer:
         self._spec, self._make_store, self.codecs = spec, make_store, codecs
         self.lock, self._latent = lock or threading.RLock(), latent
         self.compute, self.offset = compute or Compute(), offset
-        self._held = Held(None, None, None, 0)
+        self._held = Held()
         # Whether slots of tokens that are not held are zero; False before any is written.
         self.clean = True
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
@@ -69,22 +64,7 @@ class CacheLayer:
     @property
     def spec(self) -> Spec:
         """The spec by which tokens are stored now."""
-        return self._held.rungs[0][1] if self._held.rungs else self._spec
-
-    @property
-    def until(self) -> float:
-        """Tokens up to which steps may be taken that only store them."""
-        held, end = self._held, self.next_rung
-        if held.ahead is not None:
-            first, last = held.ahead.learning  # queries are to be seen
-            end = min(end, first) if held.length < last else end
-        return end
-
-    @property
-    def next_rung(self) -> float:
-        """Tokens behind which the layer takes another spec."""
-        rungs = self._held.rungs
-        return rungs[1][0] if len(rungs) > 1 else inf
+        return self._spec
 
     @property
     def k(self) -> Stream | None:
@@ -116,7 +96,7 @@ class CacheLayer:
         held = self._held
         padding = "" if held.padding is None else f", padding={held.padding.tolist()}"
         state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
-        return f"CacheLayer({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
+        return f"{type(self).__name__}({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
 
     def store(
         self,
@@ -139,89 +119,69 @@ class CacheLayer:
         sizes: Sizes = None,
     ) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
+        held, padding, pair = self._begun(k, v, config, sizes, self._spec)
+        alike, known, first = None, self.compute.prompts, held.k is None and padding is None
+        if first and sizes and not any(self.small) and self._make_store == SegmentList.new:
+            alike = alike_key(pair, k, v, q)
+            ready = (prompt := known.get(alike)) and prompt.take((k, v, q), sizes)
+            if ready:
+                self.compute.alike = True
+                after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
+                step = Step(None, k, v, None, self.lock, ready.plan, self._latent)
+                return LayerPlan(held, after, [], step, config.exact_new)
+        seen = next_seen(held, pair[0], k, q)
+        k_size, v_size = (None, None) if sizes is None else sizes[:2]
+        k_plan = pair[0].prepare(k, padding, seen, k_size)
+        v_plan = pair[1].prepare(v, padding, None, v_size)
+        seen = None if k_plan.after.codec.ready else seen
+        plan = self._planned(held, [k_plan, v_plan], (k, v), padding, seen, config)
+        if alike is not None and alike not in known:
+            empty = self.compute.plan(pair[0].plan, pair[1].plan, False, self._latent)
+            count = self.compute.layers.get(str(self._spec), 1) - 1
+            known[alike] = Prompt.like(pair, (k_plan.after, v_plan.after), empty, (k, v, q), count)
+        return plan
+
+    def _begun(
+        self, k: Tensor, v: Tensor, config: AttendConfig, sizes: Sizes, spec: Spec
+    ) -> tuple[Held, Tensor | None, tuple[Stream, Stream]]:
+        """Return what is held and clean, each row's padding, and streams for new tokens."""
         if not self.clean:
             self.settle()
         held = self._held
         padding = next_padding(held, config, k.shape[0])
-        rungs = held.rungs or self.planned
-        spec = rungs[0][1] if rungs else self._spec
         if held.k is None:
-            self.small = self._small(k, v, sizes)
+            if sizes is None and not (self.compute.deferred or k.is_meta):
+                sizes = largest(k, v)
+            shared = None if self._make_store == SegmentList.new else self.codecs
+            small = sizes if sizes and min(sizes[:2]) < LEAST else None
+            self.small = small_sizes(small, shared) if small else (0.0, 0.0)
         k_stream = held.k or self.new_stream(k, True, spec=spec)
         v_stream = held.v or self.new_stream(v, False, spec=spec)
         if k_stream.offset is not None:
             k_stream = placed(k_stream, held, config, padding)
-        alike, known, first = None, self.compute.prompts, held.k is None and padding is None
-        if (
-            first
-            and not (rungs or any(self.small))
-            and sizes
-            and self._make_store == SegmentList.new
-        ):
-            alike = alike_key((k_stream, v_stream), k, v, q)
-            ready = (prompt := known.get(alike)) and prompt.take((k, v, q), sizes)
-            if ready:
-                self.compute.alike = True
-                after = Held(ready.k, ready.v, None, held.version, ready.plan, begin=held.begin)
-                step = Step(None, k, v, None, self.lock, ready.plan, self._latent)
-                return LayerPlan(held, after, [], step, config.exact_new)
-        given, ahead, total = (k, v), held.ahead, held.length + k.shape[2]
-        if rungs:
-            ahead = ahead or to_learn(rungs[1:], k_stream, self.new_stream)
-            ahead = None if ahead is None else placed(ahead, held, config, padding)
-        seen = next_seen(held, ahead or k_stream, k, q)
-        if len(rungs) > 1 and total > rungs[1][0]:
-            self.clean, sizes = False, None
-            last = len([length for length, _ in rungs[1:] if length < total])
-            also, pair = (padding, seen, ahead), (k_stream, v_stream)
-            pair, given = climbed(rungs[: last + 1], pair, given, also, self.new_stream)
-            (k_stream, v_stream), rungs = pair, rungs[last:]
-            ahead = None if k_stream.codec.learns_from else ahead
-        if rungs and k_stream.length and given[0].shape[2] > PIECE:
-            self.clean, sizes = False, None
-            k_stream, k_left = in_pieces(k_stream, given[0], padding, seen)
-            v_stream, v_left = in_pieces(v_stream, given[1], padding, None)
-            given = k_left, v_left
-        k_size, v_size = (None, None) if sizes is None else sizes[:2]
-        k_plan = k_stream.prepare(given[0], padding, seen, k_size)
-        v_plan = v_stream.prepare(given[1], padding, None, v_size)
-        plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
-        if plan is None or (plan.k, plan.v) != plans:
-            offset = k_plan.after.offset is not None
-            plan = self.compute.plan(*plans, offset, self._latent)
-        good = held.good
+        return held, padding, (k_stream, v_stream)
+
+    def _planned(
+        self,
+        held: Held,
+        appends: list[AppendPlan],
+        new: tuple[Tensor, Tensor],
+        padding: Tensor | None,
+        seen: Tensor | None,
+        config: AttendConfig,
+    ) -> LayerPlan:
+        """Return the plan of appends to both streams, with a step of the `new` tokens."""
+        k, v, plan, good = appends[0].after, appends[1].after, held.plan, held.good
+        if plan is None or (plan.k, plan.v) != (k.plan, v.plan):
+            plan = self.compute.plan(k.plan, v.plan, k.offset is not None, self._latent)
         if self.compute.deferred:
-            new = collected()
-            good = new if good is None or new is None else good & new
-        seen = None if seen is None or (ahead or k_plan.after).codec.ready else seen
-        k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rungs, ahead)
-        after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, *more)
-        if alike is not None and alike not in known:
-            empty = self.compute.plan(k_stream.plan, v_stream.plan, False, self._latent)
-            pairs, layers = ((k_stream, v_stream), (k_after, v_after)), self.compute.layers
-            count = layers.get(str(self._spec), 1) - 1
-            known[alike] = Prompt.like(*pairs, empty, (k, v, q), count)
+            found = collected()
+            good = found if good is None or found is None else good & found
+        after = held._replace(k=k, v=v, padding=padding, plan=plan, good=good, runner=None)
         self.compute.alike = False
         past = self._view(held, padding)
-        step = Step(past, k, v, padding, self.lock, plan, self._latent)
-        return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
-
-    def _small(self, k: Tensor, v: Tensor, sizes: Sizes) -> tuple[float, float]:
-        """Return `small` of first tokens. Raises `NonFiniteError` where pages can't hold them."""
-        if sizes is None and not (self.compute.deferred or k.is_meta):
-            sizes = largest(k, v)
-        if not sizes or min(sizes[:2]) >= LEAST:
-            return 0.0, 0.0
-        small = sizes[0], sizes[1]
-        if self._make_store != SegmentList.new and self.codecs:
-            for name, codec, size in zip("kv", self.codecs, small, strict=True):
-                if scaled_for(codec, size) is not codec:
-                    raise NonFiniteError(
-                        f"{name} has no number above {size:.3g}, too small for pages, whose "
-                        "sequences share a codec; scale it up, take a contiguous cache, or keep "
-                        "this layer at 'none'"
-                    )
-        return small
+        step = Step(past, new[0], new[1], padding, self.lock, plan, self._latent)
+        return LayerPlan(held, after._replace(seen=seen), appends, step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
         """Carry out a plan, or raise `KernelError`; the lock was held since `prepare`."""
@@ -253,22 +213,23 @@ class CacheLayer:
         streams = self._held.streams()
         self.clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
-    def restore(
-        self,
-        k: Stream | None,
-        v: Stream | None,
-        padding: Tensor | None,
-        seen: Tensor | None = None,
-        begin: int = 0,
-        rungs: Rungs = (),
-        ahead: Stream | None = None,
-    ) -> None:
-        """Hold other streams from now on, whose slots are clean, and what else is in `Held`."""
+    def restore(self, held: Held) -> None:
+        """Hold other streams from now on, whose slots are clean."""
         with self.lock:
-            known = None, None, seen, None, begin, rungs, ahead
-            self._held = Held(k, v, padding, self._held.version + 1, *known)
+            self._held = held._replace(version=self._held.version + 1, runner=None)
+            k, v = held.k, held.v
             self.small = (size_of(k.codec), size_of(v.codec)) if k and v else (0.0, 0.0)
             self.clean = True
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens, so that steps of a few allocate nothing."""
+        with self.lock:
+            held = self._held
+            if held.k is not None and held.v is not None:
+                if not self.clean:
+                    self.settle()
+                k, v = held.k.reserved(tokens), held.v.reserved(tokens)
+                self._held = held._replace(runner=None, k=k, v=v)
 
     def new_stream(
         self, x: Tensor, key: bool, codec: Codec | None = None, spec: Spec | None = None
@@ -296,10 +257,21 @@ class CacheLayer:
 
     def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
-        kept = self._spec, self._make_store, self.codecs, self._latent, self.compute
-        other = CacheLayer(*kept, offset=self.offset)
-        other.planned = self.planned
-        return other
+        return type(self)(
+            self._spec, self._make_store, self.codecs, self._latent, self.compute, None, self.offset
+        )
+
+    def paced(self, held: Held, rows: Tensor | None = None) -> Held:
+        """Return what is held after a change, of the batch rows given; see `BudgetLayer`."""
+        return held
+
+    def learner(self, k: Stream, padding: Tensor | None) -> Stream:
+        """Return the stream of keys, here `k`, whose codec is to learn from queries."""
+        return k
+
+    def knows_positions(self) -> bool:
+        """Tell whether keys are stored without something that depends on positions, or will be."""
+        return self.k is not None and self.k.offset is not None
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
         if held.k is None or held.v is None:
@@ -359,32 +331,11 @@ class CacheLayer:
         k = held.k.truncate(length, held.padding)
         v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
-        ahead = held.ahead if length else None
-        seen, last = held.seen, max(length - (ahead or k).learning[0], 0)
-        seen = None if seen is None else seen[:, :, :last].clone()
-        known = held.plan, held.good, seen, None, held.begin if length else 0, held.rungs, ahead
-        return Held(k, v, padding, held.version + 1, *known)
-
-    def let_go(self, kept: int) -> None:
-        """Forget tokens in front of the last `kept`, as far as they fill whole segments."""
-        with self.lock:
-            held, streams = self._held, self._held.streams()
-            first = min([held.length - kept, *(stream.tail_start for stream in streams)])
-            if first < TILE or not streams:
-                return
-            least = lcm(TILE, *(stream.codec.group for stream in streams))
-            sizes = [stream.segment_behind(first, least) for stream in streams]
-            if not (first := first // lcm(*sizes) * lcm(*sizes)):
-                return
-            if not self.clean:
-                self.settle()
-            k, v = (stream.behind(first, size) for stream, size in zip(streams, sizes, strict=True))
-            padding = None if held.padding is None else (held.padding - first).clamp(min=0)
-            if padding is not None and not padding.any():
-                padding = None
-            # Views of what was held keep what they read.
-            known = held.version, held.plan, held.good, held.seen, None, held.begin + first
-            self._held = Held(k, v, padding, *known)
+        first, seen = self.learner(k, padding).learning[0], held.seen
+        seen = None if seen is None else seen[:, :, : max(length - first, 0)].clone()
+        begin = held.begin if length else 0
+        after = held._replace(k=k, v=v, padding=padding, seen=seen, runner=None, begin=begin)
+        return self.paced(after._replace(version=held.version + 1))
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares slots until one side writes; with `make_store`, the lock."""
@@ -416,9 +367,8 @@ class CacheLayer:
             self.clean = False
             seen = held.seen
             seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
-            known = held.plan, held.good, seen, None, held.begin, held.rungs
-            ahead = held.ahead and held.ahead.select(indices)
-            self._held = Held(k, v, padding, held.version + 1, *known, ahead)
+            after = held._replace(k=k, v=v, padding=padding, seen=seen, runner=None)
+            self._held = self.paced(after._replace(version=held.version + 1), indices)
             self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:
@@ -427,7 +377,7 @@ class CacheLayer:
 
     def reset(self) -> None:
         """Forget everything, the batch size included."""
-        self.restore(None, None, None)
+        self.restore(Held())
 
     def outdate(self) -> None:
         """Refuse views of what is held from now on: slots are about to lie elsewhere."""
@@ -444,8 +394,5 @@ class CacheLayer:
         """Return every tensor held."""
         with self.lock:
             held = [tensor for stream in self.streams() for tensor in stream.tensors()]
-            return (
-                held
-                + self.waiting_state()
-                + ([] if self._held.padding is None else [self._held.padding])
-            )
+            padding = [] if self._held.padding is None else [self._held.padding]
+            return held + self.waiting_state() + padding

@@ -14,8 +14,7 @@ from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_step import store_rows
-from kvpact.cache.prefixes import SharedPage, page_keys
-from kvpact.cache.room import seal
+from kvpact.cache.prefixes import SharedPage, page_keys, seal
 from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.cache.sequence_pages import SequencePages, alone
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed

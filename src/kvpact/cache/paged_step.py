@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.held import LayerPlan, exchange
-from kvpact.cache.quick import encodes, make_runner, quick_step
+from kvpact.cache.quick import make_runner, quick_step
 from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import KnownRows, PagedSequence
 from kvpact.cache.step import Step
@@ -170,7 +170,8 @@ def _run(
     if output is not None:
         exchange(rows.layers, made)
         assert made[0].plan is not None
-        made[0].plan.count(attend=len(made), encode=sum(map(encodes, steps)))
+        encoded = [tokens.encoded > 0 for step in steps for tokens in (step.k, step.v)]
+        made[0].plan.count(attend=len(made), encode=sum(encoded))
     for entry in rows.layers:
         entry.clean = True
     return output

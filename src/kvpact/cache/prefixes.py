@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvpact.cache.layer import CacheLayer
 from kvpact.errors import GeometryError
 
 SinkPair = tuple[Tensor | None, Tensor | None]
@@ -85,3 +86,21 @@ class PrefixTable:
         """Forget all pages that nobody holds."""
         for page in [page for page in self._keys if not references[page]]:
             self.drop(page)
+
+
+def seal(layer: CacheLayer, tokens: int) -> None:
+    """Pack up to `tokens` tokens, whole groups, the window's too, where slots may be written."""
+    with layer.lock:
+        if not layer.clean:
+            layer.settle()
+        held, made = layer._held, []
+        for stream in held.streams():
+            end = stream.store.writable(min(tokens, stream.length), stream.packed)
+            if stream.codec.ready and stream.packed < end:
+                append = stream.sealed(end, held.padding)
+                layer.clean = False
+                stream = append.write()
+            made.append(stream)
+        if made:
+            layer._held = held._replace(k=made[0], v=made[1], runner=None)
+        layer.clean = True

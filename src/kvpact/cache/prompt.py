@@ -99,8 +99,10 @@ class Side(NamedTuple):
     def stream(self, codec: Codec, plan: StreamPlan, rest: Rest) -> Stream:
         """Return what the empty stream becomes."""
         empty, (store, memory, sinks) = self.empty, rest
-        known = codec, empty.window, plan, store, self.packed, memory, self.start
-        return Stream(*known, self.length, 0, sinks, empty.num_sinks)
+        packed, start, length, count = self.packed, self.start, self.length, empty.num_sinks
+        return Stream(
+            codec, empty.window, plan, store, packed, memory, start, length, 0, sinks, count
+        )
 
 
 class Prompt:

@@ -6,16 +6,18 @@ The ordinary way (`attend`) defines what a step does. `quick_attend` is taken wh
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor
 
+from kvpact.cache.advance import MOST_STEP, advance, next_memory
 from kvpact.cache.held import Held, Sizes, next_seen
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import MOST_STEP, SLACK, next_memory
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, check_queries
 from kvpact.methods.context import Context
-from kvpact.units import out_of_window, unit_of
+from kvpact.units import unit_of
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own constructor
 
@@ -62,11 +64,8 @@ def _run_step(
     layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
     held = layer._held
-    if len(rungs := held.rungs) > 1 or held.ahead is not None:
-        # Every step comes by here: `until` is asked where there is more to it than a rung.
-        end = rungs[1][0] if held.ahead is None else layer.until
-        if held.length + k.shape[2] > end:
-            return None
+    if held.until != inf and held.length + k.shape[2] > held.until:
+        return None
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
         return None
@@ -75,14 +74,9 @@ def _run_step(
     output = row.runner.run((row,), k, v, q)
     if output is not None:
         layer._held = after
-        plan.count(attend=1, encode=encodes(row))
+        plan.count(attend=1, encode=(row.k.encoded > 0) + (row.v.encoded > 0))
     layer.clean = True
     return output
-
-
-def encodes(row: StepRow) -> int:
-    """Return how many streams of a row pack tokens."""
-    return (row.k.encoded > 0) + (row.v.encoded > 0)
 
 
 def quick_step(
@@ -118,7 +112,7 @@ def quick_step(
     ):
         if index is not None:
             k, v, q = (x[index : index + 1] for x in (k, v, q))
-        state = Held(k_after, v_after, padding, version, plan, good, seen)
+        state = layer._held._replace(k=k_after, v=v_after, seen=seen)
         runner = _made(layer, state, k, v, q, config, None if good is not None else runner)
         if runner is None:
             return None
@@ -131,20 +125,18 @@ def quick_step(
 def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
-    if held.rungs and held.length + new > layer.until:
+    if held.length + new > held.until:
         return None
     for stream in held.streams():
-        length = stream.length + new
-        packed = max(out_of_window(stream.codec.group, stream.window, length), stream.packed)
+        now, kept = stream.advanced(new), stream.tail_start < stream.length
         several = stream.codec.group > 1 or stream.window
-        full = stream.store.grown(packed, stream.packed) is not stream.store
-        kept = stream.tail_start < stream.length
-        if full or (several and packed != stream.packed) or not stream.codec.ready:
+        full = stream.store.grown(now.packed, stream.packed) is not stream.store
+        if full or (several and now.packed != stream.packed) or not stream.codec.ready:
             return None
-        if (kept and stream.spare < new) or (not kept and packed < length):
+        # A device leaves the tail where it begins.
+        if not (now.stays and now.tail == stream.tail_start if kept else now.tail == now.length):
             return None
-        start = stream.tail_start if kept else length
-        spare = stream.spare - new if kept else stream.spare
+        packed, start, length, spare, _ = now
         streams.append(stream._replace(packed=packed, tail_start=start, length=length, spare=spare))
     k, v = streams
     return held._replace(k=k, v=v)
@@ -157,43 +149,34 @@ def next_stream(
     codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, count, offset = (
         stream
     )
-    group, length = codec.group, held + new
-    # `out_of_window` and `exact_from`, in place: this runs in every layer of every step.
-    unit = unit_of(group, window)
-    out = (length - window) // unit * unit if length > window else 0
-    if out > packed and not codec.ready:
-        if out >= codec.learns_from:
+    group, unit = codec.group, unit_of(codec.group, window)
+    now = advance(packed, tail_start, held, spare, new, unit, window)
+    if now.packed > packed and not codec.ready:
+        now = advance(packed, tail_start, held, spare, new, unit, window, codec.learns_from)
+        if now.packed > packed:
             return None  # it learns now
-        out = 0
-    after = max(packed, out)
-    fresh, start = after - packed, max(tail_start, min(after, out))
+    after, start, length, room, stays = now
+    fresh = after - packed
     if start and count and sinks is None:
         return None  # sinks are still to be copied
     if fresh:
         if group > 1 and (packed % group or not _plain(stream, padding)):
             return None  # a group that was cut, or with sinks or padding
         store = store.grown(after, packed)
-    if tail_start == held and after == length:  # no token is kept
-        taken = _new(StepTokens, (held, memory, False, packed, fresh, False))
-        known = (codec, window, plan, store, after, memory, length, length, spare)
-        return _new(Stream, (*known, sinks, count, offset)), taken
-    keep = (
-        tail_start < held
-        and spare >= new
-        and (start == tail_start or spare > SLACK or (fresh > 0 and after > held))
-    )
-    if fresh and after > held and not keep:
-        return None  # the tokens that are packed have to lie in one piece
-    if not memory.dense:
-        return None
-    side = StepTokens(tail_start, memory, keep, packed, fresh, fresh > 0)
-    if keep and start < length:
-        spare -= new
+    if tail_start == held and start == length:  # no token is kept
+        side = _new(StepTokens, (held, memory, False, packed, fresh, False))
     else:
-        x = x if index is None else x[index : index + 1]
-        memory, spare = next_memory(memory, tail_start, held, spare, x, start)
-    known = (codec, window, plan, store, after, memory, start, length, spare)
-    return _new(Stream, (*known, sinks, count, offset)), side
+        # Tokens that are packed have to lie in one piece, also those whose tail moves then.
+        joined = fresh > 0 and after > held
+        keep = stays or (joined and tail_start < held and spare >= new)
+        if (joined and not keep) or not memory.dense:
+            return None
+        side = _new(StepTokens, (tail_start, memory, keep, packed, fresh, fresh > 0))
+        if not stays:
+            x = x if index is None else x[index : index + 1]
+            memory = next_memory(memory, held, x, now)
+    known = (codec, window, plan, store, after, memory, start, length, room, sinks, count, offset)
+    return _new(Stream, known), side
 
 
 def _made(

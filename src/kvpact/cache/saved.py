@@ -16,12 +16,10 @@ from torch import Tensor
 
 from kvpact.cache.checks import check_fits
 from kvpact.cache.codecs import Calibration, codec_of
+from kvpact.cache.energies import E5M2
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import E5M2
-from kvpact.cache.rungs import to_learn
 from kvpact.cache.stream import Stream
 from kvpact.errors import (
-    BudgetExceeded,
     DtypeError,
     FormatError,
     GeometryError,
@@ -143,33 +141,6 @@ def _check_spec(index: int, state: LayerState, spec: Spec, dtype: torch.dtype | 
         raise DtypeError(f"the snapshot's tokens are {given}, the cache's {dtype}")
 
 
-def put_on_rung(
-    index: int,
-    layer: CacheLayer,
-    rungs: Sequence[Sequence[Spec]],
-    changes: Sequence[tuple[int, Spec]],
-    state: LayerState,
-) -> None:
-    """Put an empty layer on a state's rung, one of `changes` or lower; else `BudgetExceeded`."""
-    keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
-    held, count = Spec.from_json(state.spec), state.length
-    wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
-    k, v = keys.index(wanted.key), values.index(wanted.value)
-    if held.key not in keys[k:] or held.value not in values[v:]:
-        raise BudgetExceeded(
-            f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
-            f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
-            "that it was made with"
-        )
-    k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
-    for tokens, spec in changes:
-        k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
-        made = Spec(keys[k], values[v])
-        if tokens >= count and made != ladder[-1][1]:
-            ladder.append((tokens, made))
-    layer._held = layer._held._replace(rungs=ladder)
-
-
 def restored_layer(
     empty: CacheLayer,
     state: LayerState,
@@ -212,12 +183,8 @@ def restored_layer(
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     told = state.padding
     padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
-    rungs = empty._held.rungs
-    ahead = to_learn(rungs[1:], streams[0], empty.new_stream)
-    if ahead is not None and ahead.offset is not None:
-        ahead = ahead.from_origin(state.padding)
-    seen = _seen(ahead or streams[0], state.streams[0], device)
-    empty.restore(streams[0], streams[1], padding, seen, 0, rungs, ahead)
+    seen = _seen(empty.learner(streams[0], padding), state.streams[0], device)
+    empty.restore(empty._held._replace(k=streams[0], v=streams[1], padding=padding, seen=seen))
     return empty
 
 

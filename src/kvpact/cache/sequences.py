@@ -30,7 +30,7 @@ class PagedSequence:
 
     def end(self) -> None:
         """Hold nothing any more; views of what was held are refused."""
-        gone = [Held(None, None, None, layer.version + 1) for layer in self.layers]
+        gone = [Held(version=layer.version + 1) for layer in self.layers]
         exchange(self.layers, gone)
         self.table.clear()
 
@@ -97,7 +97,7 @@ def hold_packed(
         streams.append(
             empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
         )
-    layer._held = Held(streams[0], streams[1], None, 0)
+    layer._held = Held(streams[0], streams[1])
 
 
 def packed_tokens(layer: CacheLayer) -> int:

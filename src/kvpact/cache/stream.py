@@ -12,14 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.parts import (
-    filled_sinks,
-    mean_energy,
-    next_memory,
-    sink_positions,
-    sinks_among,
-)
+from kvpact.cache.advance import SLACK, Advance, advance, next_memory
+from kvpact.cache.energies import mean_energy
 from kvpact.cache.segments import MakeStore, SegmentStore
+from kvpact.cache.sinks import filled_sinks, sink_positions, sinks_among
 from kvpact.kernels import (
     WAITING,
     Encoder,
@@ -28,12 +24,14 @@ from kvpact.kernels import (
     StreamPlan,
     StreamView,
     TokenMemory,
-    exact_from,
 )
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-from kvpact.units import FEW, learning, out_of_window, segment_tokens, unit_of
+from kvpact.units import FEW, learning, unit_of
+
+PIECE = 64
+"""Tokens in fp32 that are decompressed at a time; in 16 bits there are twice as many."""
 
 
 class Piece(NamedTuple):
@@ -122,31 +120,44 @@ class Stream(NamedTuple):
         """
         given, x = x, x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else self.coded(given, self.length)
-        held, codec, window = self.length, self.codec, self.window
-        length = held + x.shape[2]
-        context = Context(padding, self.num_sinks)
-        out = out_of_window(codec.group, window, length)
-        plan, ready = self.plan, codec.ready
-        if not ready and out and out >= codec.learns_from:
-            plan = self._learnt(x, coded, out, context, seen)
-            codec, ready = plan.codec, plan.codec.ready
-        if not ready:
-            out = 0
+        held, codec, plan = self.length, self.codec, self.plan
+        context, now = Context(padding, self.num_sinks), self.advanced(x.shape[2])
+        if now.packed and not codec.ready:
+            plan = self._learnt(x, coded, now.packed, context, seen)
+            codec = plan.codec
         size = size if self.offset is None else None
-        check_arrival(plan, coded, max(out - held, 0), size)
+        check_arrival(plan, coded, max(now.packed - held, 0), size)
         # What waited may be larger: only where nothing did is that the size of what is encoded.
-        pieces = self._encode(plan, x, coded, out, context, None if held else size)
-        packed = max(self.packed, out)
-        start = exact_from(self.tail_start, packed, out)
-        memory, spare = next_memory(self.memory, self.tail_start, held, self.spare, x, start)
-        sinks = self._next_sinks(x, start, padding)
+        pieces = self._encode(plan, x, coded, now.packed, context, None if held else size)
+        memory = next_memory(self.memory, held, x, now)
+        sinks = self._next_sinks(x, now.tail, padding)
         # What a codec stores may depend on what it has learnt.
         store = self.store if plan is self.plan else self.store.made_for(codec)
-        store, offset, count = store.grown(packed, self.packed), self.offset, self.num_sinks
+        store = store.grown(now.packed, self.packed)
+        packed, start, length, spare, _ = now
+        window, count, offset = self.window, self.num_sinks, self.offset
         after = Stream(
             codec, window, plan, store, packed, memory, start, length, spare, sinks, count, offset
         )
         return AppendPlan(after, pieces)
+
+    def advanced(self, new: int) -> Advance:
+        """Return the counts after so many new tokens."""
+        codec, window = self.codec, self.window
+        unit, learns_from = unit_of(codec.group, window), 0 if codec.ready else codec.learns_from
+        held, spare = self.length, self.spare
+        return advance(self.packed, self.tail_start, held, spare, new, unit, window, learns_from)
+
+    def reserved(self, tokens: int) -> Stream:
+        """Return the stream with room for so many more tokens; its tail then stays where it is."""
+        store, held, room = self.store, self.length, tokens + SLACK
+        store = store.grown(self.advanced(tokens).packed, self.packed)
+        if not tokens or self.tail_start == held or self.spare >= room:
+            return self._replace(store=store)
+        now = Advance(self.packed, self.tail_start, held, room, False)
+        none = self.memory.tensor[:, :, :0]
+        memory = next_memory(self.memory, held, none, now)
+        return self._replace(store=store, memory=memory, spare=room)
 
     def decoded(self, start: int, end: int, padding: Tensor | None) -> Tensor:
         """Return tokens `start <= t < end`, decompressed."""
@@ -301,11 +312,6 @@ class Stream(NamedTuple):
         cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
 
-    def segment_behind(self, first: int, least: int) -> int:
-        """Return the tokens of a segment without the first tokens, rounded down to `least`."""
-        left, device = self.packed - first + least, self.memory.tensor.device.type
-        return min(self.store.segment_tokens, segment_tokens(self.codec.group, left, device))
-
     def behind(self, first: int, size: int) -> Stream:
         """Return a stream without sinks as it is without its first tokens, segments of `size`."""
         offset = self.offset
@@ -384,10 +390,8 @@ class AppendPlan(NamedTuple):
     after: Stream
     pieces: list[Piece]
 
-    def write(self) -> None:
+    def write(self) -> Stream:
         """Write the new slots, behind all that is held now; some may be written if it raises."""
-        if not self.pieces:
-            return
-        source = self.after.store.source()
         for piece in self.pieces:
-            piece.encoder.write(piece.prepared, source, piece.start)
+            piece.encoder.write(piece.prepared, self.after.store.source(), piece.start)
+        return self.after

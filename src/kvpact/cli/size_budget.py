@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from kvpact.cache import ContiguousCache, create_cache
+from kvpact.cache import create_cache
+from kvpact.cache.budget_cache import BudgetCache
 from kvpact.cache.ladder import Schedule
 from kvpact.cli.console import explain, output_console, print_table, size_text
 from kvpact.data import model_table
@@ -34,7 +35,7 @@ def schedule_of(
     given = sizes.dtype_of(dtype or "bfloat16")
     if isinstance(model, CacheGeometry):
         made = create_cache(spec, model, budget=amount, context=context)
-        assert isinstance(made, ContiguousCache) and made.budget is not None
+        assert isinstance(made, BudgetCache)
         return made.budget.schedule(model, batch, given)
     from transformers import AutoConfig
 

@@ -11,8 +11,7 @@ import torch
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.prefixes import page_keys
-from kvpact.cache.room import seal
+from kvpact.cache.prefixes import page_keys, seal
 from kvpact.cache.saved import page_tokens
 from kvpact.errors import (
     FormatError,

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvpact.cache.moment import Moment
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.room import Moment
 from kvpact.cache.rows import check_rows, refuse_pickling
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError

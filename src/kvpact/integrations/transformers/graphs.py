@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.moment import rewind
 from kvpact.cache.quick import counted
-from kvpact.cache.room import rewind
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.versions import named

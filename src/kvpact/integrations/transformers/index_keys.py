@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvpact.cache.parts import MOST_STEP
+from kvpact.cache.advance import MOST_STEP
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
 from kvpact.integrations.transformers.shared import SharedState

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
-from kvpact.cache.parts import MOST_STEP
-from kvpact.cache.room import Moment
+from kvpact.cache.advance import MOST_STEP
+from kvpact.cache.moment import Moment
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens

@@ -103,7 +103,7 @@ def restored_rings(
             raise GeometryError(
                 f"the snapshot holds {held} tokens of layer {number}, whose window is of {window}"
             )
-        entry.restore(entry.k, entry.v, entry.padding, entry._held.seen, begin)
+        entry.restore(entry._held._replace(begin=begin))
     if found:
         raise GeometryError(
             f"the snapshot has {sorted(found)}, which the model's layers don't hold"
@@ -125,7 +125,7 @@ def _restore(
         check_fits(row, geometry)
     state = stack_rows([layer for row in rows for layer in row.layers])
     new = restored_layer(entry.empty(), state, torch.device(device), False, dtype=geometry.dtype)
-    entry.restore(new.k, new.v, new.padding, new._held.seen)
+    entry.restore(new._held)
 
 
 def _pack(entry: CacheLayer, k: Tensor, v: Tensor, tokens: int) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, cache_specs
+from kvpact.cache.budget_cache import BudgetCache
 from kvpact.cache.budgets import Budget
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.room import Wait
+from kvpact.cache.wait import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
@@ -197,9 +198,11 @@ class SharedState:
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
         offsets = None if geometry.latent else self.key_offsets
-        budget = None if self.budget is None else self.budget.for_geometry(geometry)
-        given = None, self.calibration, self.compute, offsets, budget
-        cache = ContiguousCache(specs, geometry, *given)
+        given = specs, geometry, None, self.calibration, self.compute, offsets
+        if self.budget is None:
+            cache = ContiguousCache(*given)
+        else:
+            cache = BudgetCache(self.budget.for_geometry(geometry), *given)
         cache.heap = self.heap
         return cache
 

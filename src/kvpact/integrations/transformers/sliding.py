@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
+from kvpact.cache.evict import keep_last
 from kvpact.cache.layer import CacheLayer
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
@@ -91,7 +92,7 @@ class RingTokens(NewTokens):
         """See `NewTokens`; then drop what no query to come sees."""
         output = super().attend(q, config)
         if not self.shared.recording and isinstance(self._cache, ContiguousCache):
-            self._cache.entry(self._layer).let_go(self.shared.window - 1)
+            keep_last(self._cache.entry(self._layer), self.shared.window - 1)
         return output
 
     def own_padding(self, padding: Tensor) -> Tensor | None:
@@ -133,7 +134,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     def let_go(self) -> None:
         """Forget what no query to come sees."""
         if (entry := self._entry()) is not None:
-            entry.let_go(self.sliding_window - 1)
+            keep_last(entry, self.sliding_window - 1)
 
     def _entry(self) -> CacheLayer | None:
         """Return what holds the layer's tokens, all of them stored."""

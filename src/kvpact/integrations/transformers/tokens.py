@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import DTYPES
+from kvpact.cache.moment import Moment
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.room import Moment, Wait
 from kvpact.cache.step import Step
+from kvpact.cache.wait import Wait
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.fallback import say_once
