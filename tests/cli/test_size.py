@@ -16,7 +16,7 @@ from kvpact.data import model_table
 from kvpact.errors import GeometryError
 from kvpact.integrations.sizes import PARTS, SPECS, layers_of, not_planned, planned
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 from kvpact.integrations.transformers.versions import named
 
 # --- a geometry ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tiny_configs import INDEXED, KINDS, MADE, SIZES, TextModel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.model.facts import layer_facts
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
 _SMALL = {

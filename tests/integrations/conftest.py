@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from kvpact.integrations.transformers import CompressedCache, fallback
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.versions import VersionError
 
 logging.set_verbosity_error()

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, versions
-from kvpact.integrations.transformers.attention import attention_forward
+from kvpact.integrations.transformers.attention.forward import attention_forward
 from kvpact.integrations.transformers.versions import named
 from kvpact.testing import held_bytes
 
@@ -96,7 +96,7 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
 
 
 def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):
-    from kvpact.integrations.transformers.handles import KVHandle
+    from kvpact.integrations.transformers.held.handles import KVHandle
 
     def refuse(self):
         raise AssertionError("K or V was decompressed as a whole")
@@ -212,7 +212,7 @@ def test_attention_that_refuses_a_mask_stores_nothing(llama, prompt, spec):
 
 
 def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
-    from kvpact.integrations.transformers import attention
+    from kvpact.integrations.transformers.attention import forward as attention
 
     looked, given = [], attention.left_padding
     monkeypatch.setattr(attention, "left_padding", lambda m: looked.append(m) or given(m))
@@ -226,7 +226,7 @@ def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
 
 def test_a_mask_that_changes_between_layers_is_looked_at_again(llama):
     """Equal tensors are told from changed ones: a model may write to its mask."""
-    from kvpact.integrations.transformers.attention import call_config
+    from kvpact.integrations.transformers.attention.forward import call_config
 
     layers = CompressedCache(llama.config, "none").layers
     k, mask = torch.ones(1, 2, 3, 16), torch.ones(1, 1, 3, 3, dtype=torch.bool)

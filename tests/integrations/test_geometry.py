@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, Gemma3Config, LlamaConfig
 from kvpact import CacheGeometry
 from kvpact.errors import GeometryError
 from kvpact.geometry import _ALIKE
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 
 SIZES = {
     "vocab_size": 200_000,  # no memory is taken; the largest default id of a token is below

@@ -15,8 +15,8 @@ from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
-from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.indexed import CompressedIndexedLayer, chosen
 from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore

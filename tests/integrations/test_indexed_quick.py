@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
+from kvpact.integrations.transformers.layers.index_scan import KeysHandle, PackedKeys
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import plan
 from kvpact.quantizers.channels import to_integers

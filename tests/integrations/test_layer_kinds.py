@@ -18,8 +18,8 @@ from transformers import DynamicCache, Gemma3nTextConfig, LlamaConfig
 
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 

@@ -13,7 +13,7 @@ from kvpact import Snapshot
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, enable, prefix_cache
-from kvpact.integrations.transformers.made_keys import CompressedValueLayer
+from kvpact.integrations.transformers.layers.made_keys import CompressedValueLayer
 from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvpact import PagedKVCache, Snapshot, create_cache
 from kvpact.errors import FormatError, GeometryError, IntegrityError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.records import attributes_of
+from kvpact.integrations.transformers.layers.engine_layers import attributes_of
 
 every_model = pytest.mark.parametrize("name", KINDS)
 

@@ -14,8 +14,8 @@ import kvpact
 from kvpact import Snapshot, errors
 from kvpact.evaluate import Candidate, evaluate
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
-from kvpact.integrations.transformers.attention import attention_forward
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.attention.forward import attention_forward
+from kvpact.integrations.transformers.layers.sliding import CompressedSlidingLayer
 from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 

@@ -24,7 +24,7 @@ from kvpact.integrations.transformers import (
     versions,
 )
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
-from kvpact.integrations.transformers.made_keys import KeyMaker
+from kvpact.integrations.transformers.layers.made_keys import KeyMaker
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 

@@ -15,7 +15,7 @@ from kvpact.cache import planned_bytes
 from kvpact.evaluate import EvaluationError, Question, TaskCase, TaskResult, TaskScore, evaluate
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.record import Seen, SeenLayer
+from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer
 from kvpact.recipe import layer_specs, load_recipe, sensitivities
 from kvpact.recommend import Measured, RecommendationError, plan, run, survey, verify
 from kvpact.recommend.base import predicted

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.attention import attention_forward
-from kvpact.integrations.transformers.record import RECORDING, _recording, seen_attention
+from kvpact.integrations.transformers.attention.forward import attention_forward
+from kvpact.integrations.transformers.attention.seen import RECORDING, _recording, seen_attention
 from kvpact.integrations.transformers.versions import named
 
 

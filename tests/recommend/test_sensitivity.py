@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpact.integrations.transformers.record import Seen, SeenLayer, seen_attention
+from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer, seen_attention
 from kvpact.integrations.transformers.versions import named
 from kvpact.recommend import Sensitivity, measure_sensitivity
 from kvpact.recommend.sensitivity import SINKS, WINDOW

@@ -40,8 +40,8 @@ def schedule_of(
     from transformers import AutoConfig
 
     from kvpact.integrations.models import load_config
-    from kvpact.integrations.transformers.budget import model_budget
-    from kvpact.integrations.transformers.facts import layer_facts
+    from kvpact.integrations.transformers.model.budget import model_budget
+    from kvpact.integrations.transformers.model.facts import layer_facts
 
     known = sizes.known_name(model)
     table = model_table()["models"]

@@ -9,9 +9,9 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import TransformersCache, may_cross_attend
-from kvpact.integrations.transformers.facts import layer_facts
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 
 

@@ -19,10 +19,10 @@ from kvpact.integrations.fingerprint import (
     weights_seen,
 )
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
-from kvpact.integrations.transformers.offsets import entries, rope_by_length
-from kvpact.integrations.transformers.records import record_shapes
-from kvpact.integrations.transformers.told import watch
+from kvpact.integrations.transformers.held.told import watch
+from kvpact.integrations.transformers.layers.engine_layers import record_shapes
+from kvpact.integrations.transformers.model.facts import ENTRIES, layer_facts
+from kvpact.integrations.transformers.model.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.versions import named
 from kvpact.integrations.weights import input_device, part_of
 from kvpact.prefixes import PrefixCache, Tokens, token_ids

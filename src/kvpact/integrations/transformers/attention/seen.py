@@ -14,8 +14,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.attention import attention_forward, needs_own
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.attention.forward import attention_forward, needs_own
+from kvpact.integrations.transformers.model.facts import layer_facts
 
 RECORDING = "kvpact_recording"
 

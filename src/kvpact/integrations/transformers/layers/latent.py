@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients
-from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.held.handles import KVHandle, refuse_gradients
+from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.versions import modeling_module
 from kvpact.kernels import absorb_query, expand_output
 

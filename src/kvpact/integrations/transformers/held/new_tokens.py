@@ -19,9 +19,9 @@ from kvpact.cache.step import Step
 from kvpact.cache.wait import Wait
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
-from kvpact.integrations.transformers.fallback import say_once
-from kvpact.integrations.transformers.offsets import tell_of_bias
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.model.fallback import say_once
+from kvpact.integrations.transformers.model.offsets import tell_of_bias
 from kvpact.kernels import AttendCall
 from kvpact.kernels.torch.attend import attend
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
-from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, layer_facts
-from kvpact.integrations.transformers.made_keys import attentions_without_values
+from kvpact.integrations.transformers.layers.made_keys import attentions_without_values
+from kvpact.integrations.transformers.model.facts import COMPRESSED, ENTRIES, layer_facts
 from kvpact.integrations.transformers.versions import (
     PreTrainedConfig,
     VersionError,

@@ -17,11 +17,11 @@ from kvpact.cache.evict import keep_last
 from kvpact.cache.layer import CacheLayer
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
-from kvpact.integrations.transformers.facts import ENTRIES, SLIDING, LayerFacts
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.packed_rings import packed_ring
-from kvpact.integrations.transformers.shared import SharedState
-from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.held.new_tokens import NewTokens
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.layers.rings import packed_ring
+from kvpact.integrations.transformers.model.facts import ENTRIES, SLIDING, LayerFacts
 from kvpact.integrations.transformers.versions import new_tokens
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec, parse_spec

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvpact.cache.advance import MOST_STEP
 from kvpact.errors import GeometryError
-from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.index_scan import KeysHandle, PackedKeys
 from kvpact.quantizers.channels import GROUP, to_integers
 
 

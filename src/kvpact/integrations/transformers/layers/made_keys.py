@@ -19,11 +19,11 @@ from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.fallback import say_once
-from kvpact.integrations.transformers.layer import CompressedLayer, returned_pair
-from kvpact.integrations.transformers.offsets import modules_named, rope_by_length
-from kvpact.integrations.transformers.shared import SharedState
-from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.held.new_tokens import NewTokens
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.full import CompressedLayer, returned_pair
+from kvpact.integrations.transformers.model.fallback import say_once
+from kvpact.integrations.transformers.model.offsets import modules_named, rope_by_length
 from kvpact.integrations.weights import read_if_known
 from kvpact.snapshot import RecordState
 

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from kvpact.cache import check_layer
 from kvpact.errors import DtypeError, MismatchError, SpecError
-from kvpact.integrations.transformers.fallback import say_once
+from kvpact.integrations.transformers.model.fallback import say_once
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.integrations.weights import gathers, mark, read, read_if_known
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout

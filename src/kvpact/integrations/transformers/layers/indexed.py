@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.handles import KVHandle, untraced
-from kvpact.integrations.transformers.index_keys import IndexKeys
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.handles import KVHandle, untraced
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.layers.index_keys import IndexKeys
 
 
 class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore

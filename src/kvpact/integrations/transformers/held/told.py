@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError
-from kvpact.integrations.transformers.handles import untraced
+from kvpact.integrations.transformers.held.handles import untraced
 from kvpact.integrations.transformers.versions import given_cache
 
 _UNKNOWN = -1

@@ -10,9 +10,9 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.cache.advance import MOST_STEP
 from kvpact.cache.moment import Moment
-from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
-from kvpact.integrations.transformers.shared import BatchCache, SharedState
-from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.held.handles import UNUSED, new_pair, refuse_gradients
+from kvpact.integrations.transformers.held.new_tokens import NewTokens
+from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.versions import (
     LinearAttentionLayer,
     TransformersLayer,

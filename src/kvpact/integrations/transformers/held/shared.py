@@ -17,16 +17,16 @@ from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.facts import INDEXED, layer_facts
-from kvpact.integrations.transformers.gaps import Gaps
-from kvpact.integrations.transformers.told import CallLog
+from kvpact.integrations.transformers.held.gaps import Gaps
+from kvpact.integrations.transformers.held.told import CallLog
+from kvpact.integrations.transformers.model.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
-    from kvpact.integrations.transformers.handles import HandlePair
+    from kvpact.integrations.transformers.held.handles import HandlePair
 
 BatchCache = ContiguousCache | PagedView
 """What holds the tokens of one batch."""

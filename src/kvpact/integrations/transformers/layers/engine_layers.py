@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import versions
-from kvpact.integrations.transformers.entries import EntriesLayer
-from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
-from kvpact.integrations.transformers.packed_rings import PACKED_RING
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.layers.entries import EntriesLayer
+from kvpact.integrations.transformers.layers.indexed import CompressedIndexedLayer
+from kvpact.integrations.transformers.layers.rings import PACKED_RING
+from kvpact.integrations.transformers.layers.sliding import CompressedSlidingLayer
 from kvpact.integrations.transformers.versions import LinearAttentionCacheLayerMixin
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState

@@ -18,10 +18,10 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
-from kvpact.integrations.transformers.handles import refuse_gradients
-from kvpact.integrations.transformers.index_keys import IndexKeys
-from kvpact.integrations.transformers.shared import SharedState
-from kvpact.integrations.transformers.tokens import as_stored
+from kvpact.integrations.transformers.held.handles import refuse_gradients
+from kvpact.integrations.transformers.held.new_tokens import as_stored
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.index_keys import IndexKeys
 
 
 class EntriesLayer(IndexKeys):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.fallback import say_once
+from kvpact.integrations.transformers.model.fallback import say_once
 
 P = ParamSpec("P")
 T = TypeVar("T")

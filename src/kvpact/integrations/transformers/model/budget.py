@@ -9,7 +9,7 @@ from kvpact.cache.budgets import Budget, budget_of, ladder_of
 from kvpact.errors import SpecError
 from kvpact.geometry import check_count
 from kvpact.integrations.sizes import layers_of, planned
-from kvpact.integrations.transformers.facts import LayerFacts
+from kvpact.integrations.transformers.model.facts import LayerFacts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 

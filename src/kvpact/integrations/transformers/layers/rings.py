@@ -22,7 +22,7 @@ from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError, GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
 from kvpact.snapshot import RecordState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
 from kvpact.snapshot.state import CacheState
