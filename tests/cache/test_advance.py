@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, create_cache, parse_spec
-from kvpact.cache.advance import MOST_STEP, SLACK, advance
+from kvpact.cache.stream.advance import MOST_STEP, SLACK, advance
 from kvpact.testing import StreamOracle
 from kvpact.testing.data import by_name
 from kvpact.units import unit_of

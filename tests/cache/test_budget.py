@@ -14,8 +14,8 @@ from tests.cache.test_state_machine import DIM, HEADS, STEPS, V_DIM, Histories, 
 from tests.helpers.faults import same_state
 
 import kvpact
-from kvpact.cache.budgets import Budget, ladder_of
-from kvpact.cache.saved import layer_state
+from kvpact.cache.budget.budget import Budget, ladder_of
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import BudgetExceeded, SpecError
 from kvpact.testing import LayerOracle, StreamOracle, held_bytes, random_offset, random_tokens
 

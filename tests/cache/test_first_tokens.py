@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.prompt import Prompt
+from kvpact.cache.layer.prompt import Prompt
 from kvpact.errors import KernelError
 from kvpact.kernels import native_threads
 from kvpact.kernels.cpu import library, prompt

@@ -8,7 +8,7 @@ from tests.helpers.one_layer import kvq
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry
-from kvpact.cache.evict import keep_last
+from kvpact.cache.layer.let_go import keep_last
 from kvpact.testing import random_offset
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)

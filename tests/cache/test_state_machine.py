@@ -8,7 +8,7 @@ from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, length_of, same_state
 
 import kvpact
-from kvpact.cache.saved import layer_state
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import GeometryError, SpecError
 from kvpact.testing import (
     LayerOracle,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache, errors
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.view import PagedView
 
 GEOMETRY = CacheGeometry(1, 2, 64)
 

@@ -112,7 +112,7 @@ def is_free(lock) -> bool:
 
 
 def same_state(a, b) -> bool:
-    """Whether two layers' states (`kvpact.cache.saved.layer_state`) are the same bytes."""
+    """Whether two layers' states (`kvpact.cache.layer.states.layer_state`) are the same bytes."""
     if a.padding != b.padding or (a.streams is None) != (b.streams is None):
         return False
     return a.streams is None or all(map(_same_stream, a.streams, b.streams))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from kvpact import create_cache
-from kvpact.cache.codecs import latent_spec
-from kvpact.cache.held import Held
+from kvpact.cache.layer.held import Held
+from kvpact.cache.stream.codecs import latent_spec
 from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm

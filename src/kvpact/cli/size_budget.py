@@ -7,8 +7,8 @@ from math import log
 from typing import Any
 
 from kvpact.cache import create_cache
-from kvpact.cache.budget_cache import BudgetCache
-from kvpact.cache.ladder import Schedule
+from kvpact.cache.budget.cache import BudgetCache
+from kvpact.cache.budget.ladder import Schedule
 from kvpact.cli.console import explain, output_console, print_table, size_text
 from kvpact.data import model_table
 from kvpact.errors import SpecError

@@ -12,7 +12,7 @@ from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, same_state
 
 from kvpact import PagedKVCache
-from kvpact.cache.saved import layer_state
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import CacheFull, SequenceError
 from kvpact.testing import same_bytes
 

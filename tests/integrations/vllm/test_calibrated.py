@@ -7,7 +7,7 @@ import torch
 from tests.helpers.connector_engine import Engine, request
 from vllm_pages import make_layer
 
-from kvpact.cache.pages import PageSource
+from kvpact.cache.paged.pool import PageSource
 from kvpact.contract import AttendConfig
 from kvpact.integrations.vllm.calibrated import of_rank
 from kvpact.integrations.vllm.page import PageForm

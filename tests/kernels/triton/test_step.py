@@ -8,7 +8,7 @@ from launches import Launches
 pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.view import PagedView
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton.digits import fast
 from kvpact.kernels.triton.step import step

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from kvpact.cache.advance import advance as rule
+from kvpact.cache.stream.advance import advance as rule
 from kvpact.kernels import WAITING
 from kvpact.kernels.triton.columns import COLUMNS, HELD, K_EXACT_FROM, V_EXACT_FROM
 from kvpact.kernels.triton.step.kernels import Counting, advance

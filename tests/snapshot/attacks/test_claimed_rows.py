@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, create_cache, errors
-from kvpact.cache.saved import restored_layer
+from kvpact.cache.layer.states import restored_layer
 
 
 def test_nothing_is_allocated_for_rows_that_a_file_only_claims():

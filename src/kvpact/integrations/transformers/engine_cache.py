@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpact.cache.moment import Moment
-from kvpact.cache.paged_view import PagedView
-from kvpact.cache.rows import check_rows, refuse_pickling
+from kvpact.cache.batch.rows import check_rows, refuse_pickling
+from kvpact.cache.layer.moment import Moment
+from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count

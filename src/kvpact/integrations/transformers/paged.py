@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpact.cache.paged import PagedKVCache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.cache import PagedKVCache
+from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import TransformersCache, may_cross_attend

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kvpact.cache.codecs import Calibration
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.codecs import Calibration
 from kvpact.errors import GeometryError, MismatchError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import (
     model_fingerprint,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.advance import advance
+from kvpact.cache.stream.advance import advance
 from kvpact.kernels import TokenMemory
 
 _CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import DTYPES
-from kvpact.cache.moment import Moment
-from kvpact.cache.paged_view import PagedView
-from kvpact.cache.step import Step
-from kvpact.cache.wait import Wait
+from kvpact.cache.layer.moment import Moment
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.layer.wait import Wait
+from kvpact.cache.paged.view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.held.shared import SharedState

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, cache_specs
-from kvpact.cache.budget_cache import BudgetCache
-from kvpact.cache.budgets import Budget
-from kvpact.cache.paged_view import PagedView
-from kvpact.cache.wait import Wait
+from kvpact.cache.budget.budget import Budget
+from kvpact.cache.budget.cache import BudgetCache
+from kvpact.cache.layer.wait import Wait
+from kvpact.cache.paged.view import PagedView
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError

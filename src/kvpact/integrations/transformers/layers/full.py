@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
-from kvpact.cache.advance import MOST_STEP
-from kvpact.cache.moment import Moment
+from kvpact.cache.layer.moment import Moment
+from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.integrations.transformers.held.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.shared import BatchCache, SharedState

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvpact.cache.advance import MOST_STEP
+from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers.held.shared import SharedState
 from kvpact.integrations.transformers.layers.index_scan import KeysHandle, PackedKeys

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from kvpact.cache.step import Step
+from kvpact.cache.layer.stored import Step
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.geometry import CacheGeometry

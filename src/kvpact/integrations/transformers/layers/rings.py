@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import check_fits
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import layer_state, page_tokens, restored_layer
 from kvpact.cache.modes import detached
-from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError, GeometryError
 from kvpact.geometry import CacheGeometry

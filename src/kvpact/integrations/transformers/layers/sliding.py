@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
-from kvpact.cache.evict import keep_last
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.let_go import keep_last
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.held.new_tokens import NewTokens

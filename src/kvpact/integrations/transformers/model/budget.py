@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvpact.cache.budgets import Budget, budget_of, ladder_of
+from kvpact.cache.budget.budget import Budget, budget_of, ladder_of
 from kvpact.errors import SpecError
 from kvpact.geometry import check_count
 from kvpact.integrations.sizes import layers_of, planned

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from kvpact.cache.reserve import room_for
+from kvpact.cache.memory import room_for
 from kvpact.cache.stats import Summarized
 from kvpact.contract import AttendConfig, Fused
 from kvpact.errors import GeometryError, SnapshotError

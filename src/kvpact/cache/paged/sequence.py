@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.held import Held, exchange
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.pages import PagePool
-from kvpact.cache.prefixes import SinkPair
+from kvpact.cache.layer.held import Held, exchange
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.paged.pool import PagePool
+from kvpact.cache.paged.sharing import SinkPair
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import StepRunner
 

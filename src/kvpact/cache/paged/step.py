@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import LayerPlan, exchange
-from kvpact.cache.quick import make_runner, quick_step
-from kvpact.cache.sequence_pages import SequencePages
-from kvpact.cache.sequences import KnownRows, PagedSequence
-from kvpact.cache.step import Step
+from kvpact.cache.layer.held import LayerPlan, exchange
+from kvpact.cache.layer.quick import make_runner, quick_step
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.paged.locks import SequencePages
+from kvpact.cache.paged.sequence import KnownRows, PagedSequence
 from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
 

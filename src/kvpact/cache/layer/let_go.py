@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import Also, Held, exchange
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import PIECE, Stream
+from kvpact.cache.layer.held import Also, Held, exchange
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.stream import PIECE, Stream
 from kvpact.errors import GeometryError, SpecError, StaleResult
 from kvpact.geometry import check_count
 from kvpact.units import TILE, segment_tokens

@@ -12,12 +12,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.pages import PagePool, PageStore
-from kvpact.cache.prefixes import PrefixTable
-from kvpact.cache.segments import MakeStore
-from kvpact.cache.sequences import KnownRows, PagedSequence, packed_tokens
+from kvpact.cache.paged.pool import PagePool, PageStore
+from kvpact.cache.paged.sequence import KnownRows, PagedSequence, packed_tokens
+from kvpact.cache.paged.sharing import PrefixTable
+from kvpact.cache.stream.segments import MakeStore
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, Hold

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.segments import SegmentList
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream.segments import SegmentList
+from kvpact.cache.stream.stream import Stream
 from kvpact.kernels import (
     Plan,
     PromptPlace,

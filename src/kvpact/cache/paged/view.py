@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvpact.cache.batch.rows import BatchRows
 from kvpact.cache.checks import check_layer, check_query, state_of
-from kvpact.cache.held import LayerPlan
+from kvpact.cache.layer.held import LayerPlan
+from kvpact.cache.layer.stored import Step, attend_steps
 from kvpact.cache.modes import detached
-from kvpact.cache.paged_sequences import PagedSequences
-from kvpact.cache.paged_step import make_runners, quick_rows
-from kvpact.cache.rows import BatchRows
+from kvpact.cache.paged.sequences import PagedSequences
+from kvpact.cache.paged.step import make_runners, quick_rows
 from kvpact.cache.stats import Summary
-from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries

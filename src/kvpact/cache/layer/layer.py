@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpact.cache.codecs import codec_of, small_sizes
-from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
-from kvpact.cache.prompt import Prompt, alike_key
-from kvpact.cache.segments import MakeStore, SegmentList
-from kvpact.cache.step import Step
-from kvpact.cache.stream import AppendPlan, Stream
+from kvpact.cache.layer.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
+from kvpact.cache.layer.prompt import Prompt, alike_key
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.stream.codecs import codec_of, small_sizes
+from kvpact.cache.stream.segments import MakeStore, SegmentList
+from kvpact.cache.stream.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
 from kvpact.kernels import Compute, LayerView, largest

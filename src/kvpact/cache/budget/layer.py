@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.held import Held, LayerPlan, Sizes, next_seen, placed
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import PIECE, Stream
+from kvpact.cache.layer.held import Held, LayerPlan, Sizes, next_seen, placed
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.stream import PIECE, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import BudgetExceeded
 from kvpact.methods.context import Context

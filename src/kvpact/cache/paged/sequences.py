@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_fits, check_layer, check_tokens, state_of
-from kvpact.cache.held import LayerPlan, exchange
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.held import LayerPlan, exchange
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import layer_state, page_tokens, restored_layer
+from kvpact.cache.layer.stored import Step
 from kvpact.cache.modes import detached
-from kvpact.cache.paged_step import store_rows
-from kvpact.cache.prefixes import SharedPage, page_keys, seal
-from kvpact.cache.saved import layer_state, page_tokens, restored_layer
-from kvpact.cache.sequence_pages import SequencePages, alone
-from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
+from kvpact.cache.paged.locks import SequencePages, alone
+from kvpact.cache.paged.sequence import PagedSequence, distinct_bytes, hold_packed
+from kvpact.cache.paged.sharing import SharedPage, page_keys, seal
+from kvpact.cache.paged.step import store_rows
 from kvpact.cache.stats import Summarized, Summary, paged_stats
-from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, check_dense
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry, check_count

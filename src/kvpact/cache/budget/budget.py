@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from kvpact.cache.codecs import latent_spec
-from kvpact.cache.ladder import Part, Planner, Schedule
+from kvpact.cache.budget.ladder import Part, Planner, Schedule
 from kvpact.cache.stats import stream_facts
+from kvpact.cache.stream.codecs import latent_spec
 from kvpact.errors import SpecError
 from kvpact.files import bytes_of, share_of
 from kvpact.geometry import CacheGeometry

@@ -10,10 +10,10 @@ from math import inf
 
 from torch import Tensor
 
-from kvpact.cache.advance import MOST_STEP, advance, next_memory
-from kvpact.cache.held import Held, Sizes, next_seen
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.held import Held, Sizes, next_seen
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.advance import MOST_STEP, advance, next_memory
+from kvpact.cache.stream.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, check_queries
 from kvpact.methods.context import Context

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpact.cache.held import Held
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.held import Held
+from kvpact.cache.layer.layer import CacheLayer
 
 
 class Moment(NamedTuple):

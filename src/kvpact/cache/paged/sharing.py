@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
 from kvpact.errors import GeometryError
 
 SinkPair = tuple[Tensor | None, Tensor | None]

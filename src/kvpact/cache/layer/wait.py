@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.stream import Stream
 from kvpact.kernels import largest
 from kvpact.quantizers.numbers import HALF_MAX
 

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpact.cache.advance import SLACK
 from kvpact.cache.stats import stream_facts
-from kvpact.cache.stream import PIECE
+from kvpact.cache.stream.advance import SLACK
+from kvpact.cache.stream.stream import PIECE
 from kvpact.errors import BudgetExceeded
 from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry

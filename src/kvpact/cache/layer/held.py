@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpact.cache.energies import energies
-from kvpact.cache.step import Step
-from kvpact.cache.stream import AppendPlan, Stream
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.stream.energies import energies
+from kvpact.cache.stream.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpact.cache.budget_layer import BudgetLayer, put_on_rung
-from kvpact.cache.budgets import Budget
+from kvpact.cache.batch.contiguous import ContiguousCache
+from kvpact.cache.budget.budget import Budget
+from kvpact.cache.budget.ladder import Schedule
+from kvpact.cache.budget.layer import BudgetLayer, put_on_rung
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration
-from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.ladder import Schedule
 from kvpact.cache.modes import detached
+from kvpact.cache.stream.codecs import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import BudgetExceeded
 from kvpact.geometry import CacheGeometry, check_count

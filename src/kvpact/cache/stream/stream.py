@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.advance import SLACK, Advance, advance, next_memory
-from kvpact.cache.energies import mean_energy
-from kvpact.cache.segments import MakeStore, SegmentStore
-from kvpact.cache.sinks import filled_sinks, sink_positions, sinks_among
+from kvpact.cache.stream.advance import SLACK, Advance, advance, next_memory
+from kvpact.cache.stream.energies import mean_energy
+from kvpact.cache.stream.segments import MakeStore, SegmentStore
+from kvpact.cache.stream.sinks import filled_sinks, sink_positions, sinks_among
 from kvpact.kernels import (
     WAITING,
     Encoder,

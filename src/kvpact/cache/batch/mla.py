@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpact.cache.codecs import Calibration, latent_spec
-from kvpact.cache.contiguous import ContiguousCache
+from kvpact.cache.batch.contiguous import ContiguousCache
+from kvpact.cache.stream.codecs import Calibration, latent_spec
 from kvpact.contract import AttendConfig, attend_config
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry

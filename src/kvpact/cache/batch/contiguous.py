@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvpact.cache.advance import MOST_STEP
+from kvpact.cache.batch.rows import BatchRows
 from kvpact.cache.checks import (
     KeyOffsets,
     check_fits,
@@ -19,16 +19,16 @@ from kvpact.cache.checks import (
     check_tokens,
     state_of,
 )
-from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.evict import Evictable
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.let_go import Evictable
+from kvpact.cache.layer.quick import attend, quick_attend
+from kvpact.cache.layer.states import layer_state, page_tokens, restored_layer
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.memory import room_for
 from kvpact.cache.modes import detached
-from kvpact.cache.quick import attend, quick_attend
-from kvpact.cache.reserve import room_for
-from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import layer_state, page_tokens, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
-from kvpact.cache.step import Step
+from kvpact.cache.stream.advance import MOST_STEP
+from kvpact.cache.stream.codecs import Calibration, layer_codecs, states_of
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count

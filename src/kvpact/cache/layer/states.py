@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_fits
-from kvpact.cache.codecs import Calibration, codec_of
-from kvpact.cache.energies import E5M2
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.codecs import Calibration, codec_of
+from kvpact.cache.stream.energies import E5M2
+from kvpact.cache.stream.stream import Stream
 from kvpact.errors import (
     DtypeError,
     FormatError,

@@ -8,11 +8,11 @@ from typing import SupportsIndex
 import torch
 
 from kvpact.cache.checks import KeyOffsets, check_offsets
-from kvpact.cache.codecs import Calibration, cache_specs
 from kvpact.cache.modes import detached
-from kvpact.cache.paged_sequences import PagedSequences
-from kvpact.cache.paged_view import PagedView
-from kvpact.cache.pages import PagePool
+from kvpact.cache.paged.pool import PagePool
+from kvpact.cache.paged.sequences import PagedSequences
+from kvpact.cache.paged.view import PagedView
+from kvpact.cache.stream.codecs import Calibration, cache_specs
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose

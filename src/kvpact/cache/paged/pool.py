@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.reserve import room_for
-from kvpact.cache.saved import learnt_states
-from kvpact.cache.segments import SegmentStore, clear_segment
+from kvpact.cache.layer.states import learnt_states
+from kvpact.cache.memory import room_for
+from kvpact.cache.stream.codecs import Calibration, layer_codecs, states_of
+from kvpact.cache.stream.segments import SegmentStore, clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry, check_count
