@@ -8,7 +8,7 @@ import torch
 from runner import Call
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
 

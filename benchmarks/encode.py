@@ -17,7 +17,7 @@ import runner
 import torch
 
 from kvpact import CacheGeometry, create_cache, parse_spec
-from kvpact.cache.segments import SegmentList
+from kvpact.cache.stream.segments import SegmentList
 from kvpact.kernels import CHUNK, StreamView, choose
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder

@@ -222,7 +222,7 @@ def random_model(layers: int) -> Any:
 
 def options_by_layer() -> None:
     """Let kvpact take what transformers before 5.20 says of layers: one set of options for all."""
-    from kvpact.integrations.transformers import facts
+    from kvpact.integrations.transformers.model import facts
 
     told = facts.get_layer_types_and_kwargs
 

@@ -17,7 +17,7 @@ import runner
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.integrations.transformers.index_scan import PackedKeys
+from kvpact.integrations.transformers.layers.index_scan import PackedKeys
 from kvpact.quantizers.channels import to_integers
 
 HEADS, LATENT, ROPE, INDEX_HEADS, WIDTH = 16, 512, 64, 64, 128

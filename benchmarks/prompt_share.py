@@ -15,7 +15,7 @@ from typing import Any
 import runner
 import torch
 
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
 from kvpact.integrations.transformers import CompressedCache
 
 NAMES = ("prompt", "encoding", "storing")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import kvpact
-from kvpact.cache.paged import PagedKVCache
+from kvpact import PagedKVCache
 from kvpact.data import book_path
 from kvpact.errors import CacheFull
 from kvpact.integrations.models import load_model

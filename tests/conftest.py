@@ -18,7 +18,24 @@ from mooncake_cluster import start_master
 from redis_server import start_server
 from tiny_llama import ascii_tokenizer, tiny_llama
 
+from kvpact.data import book_path
+from kvpact.stores import MemoryStore
+
 __all__ = ["start_master", "start_server"]  # fixtures of stores and of the command line
+
+
+@pytest.fixture
+def store():
+    with MemoryStore() as held:
+        yield held
+
+
+@pytest.fixture(scope="module")
+def book_text(tmp_path_factory):
+    """A file with the first 700 characters of the book."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(book_path().read_text("utf-8")[:700], encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="session")

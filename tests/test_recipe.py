@@ -14,12 +14,9 @@ RECIPE = {
     "layers": {"0": "int:bits=8", "1": "fp8/int:bits=4", "-1": "q8_0"},
 }
 WANTED = [
-    "int:bits=8",
-    "fp8/int:bits=4",
-    "turboquant:bits=3,center=64",
-    "turboquant:bits=3,center=64",
+    "int:bits=8", "fp8/int:bits=4", "turboquant:bits=3,center=64", "turboquant:bits=3,center=64",
     "int:bits=8,sinks=0,window=0",
-]
+]  # fmt: skip
 TOML = """
 default = "turboquant:bits=3,center=64"
 [layers]
@@ -88,27 +85,21 @@ BAD = {
     "twice": ({"default": "none", "layers": {"4": "fp8", "-1": "int"}}, "layer -1 stands twice"),
     "bad default": ({"default": "nun"}, "unknown method 'nun'"),
     "bad spec": ({"default": "none", "layers": {"0": "int:bit=4"}}, "no option 'bit'"),
-    "other layers": (
-        {"default": "none", "num_layers": 4},
-        "of 4 layers, and this one has 5",
-    ),
+    "other layers": ({"default": "none", "num_layers": 4}, "of 4 layers, and this one has 5"),
     "no measured table": ({"default": "none", "measured": 3}, "a recipe has 'default'"),
     "no text": ({"default": "none", "layers": {"0": 8}}, "a spec is text"),
 }
 
 
-@pytest.mark.parametrize(
-    "ladder",
-    [
-        {"key": [1.0] * 5},
-        {"key": [1.0] * 5, "value": [1.0] * 4},
-        {"key": [1.0] * 5, "value": [1.0, 1.0, 1.0, 1.0, -1.0]},
-        {"key": [1.0] * 5, "value": [True] * 5},
-        {"key": [1.0] * 5, "value": [float("nan")] * 5},
-        {"key": [1.0] * 5, "value": "11111"},
-        {"key": [1.0] * 5, "value": [1.0] * 5, "query": [1.0] * 5},
-    ],
-)
+@pytest.mark.parametrize("ladder", [
+    {"key": [1.0] * 5},
+    {"key": [1.0] * 5, "value": [1.0] * 4},
+    {"key": [1.0] * 5, "value": [1.0, 1.0, 1.0, 1.0, -1.0]},
+    {"key": [1.0] * 5, "value": [True] * 5},
+    {"key": [1.0] * 5, "value": [float("nan")] * 5},
+    {"key": [1.0] * 5, "value": "11111"},
+    {"key": [1.0] * 5, "value": [1.0] * 5, "query": [1.0] * 5},
+])  # fmt: skip
 def test_a_ladder_has_two_numbers_for_each_layer(ladder):
     geometry = kvpact.CacheGeometry(5, 1, 64)
     with pytest.raises(SpecError, match="'key' and 'value', 5 numbers each"):
@@ -123,16 +114,13 @@ def test_bad_recipes_are_refused(name):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("recipe.toml", "default = "),
-        ("recipe.toml", 'default = "none"\ndefault = "fp8"'),
-        ("recipe.json", "{"),
-        ("recipe.json", "[" * 100_000),
-        ("recipe.json", '{"default": "none", "layers": {"0": "fp8", "0": "int"}}'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("recipe.toml", "default = "),
+    ("recipe.toml", 'default = "none"\ndefault = "fp8"'),
+    ("recipe.json", "{"),
+    ("recipe.json", "[" * 100_000),
+    ("recipe.json", '{"default": "none", "layers": {"0": "fp8", "0": "int"}}'),
+])  # fmt: skip
 def test_files_that_cant_be_read_are_refused(name, text, tmp_path):
     path = tmp_path / name
     path.write_text(text, "utf-8")

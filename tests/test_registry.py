@@ -94,15 +94,12 @@ def test_foreign_names_are_known_but_not_listed():
         kvpact.parse_spec(find_method(name).nearest)  # can be copied from the message
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("no_such_module_anywhere:Thing", "can't be loaded"),
-        ("kvpact.methods.none:NoSuchName", "can't be loaded"),
-        ("kvpact.methods.none:ExactCodec", "lacks"),
-        ("kvpact.methods.none:Exact", "calls itself 'none'"),
-    ],
-)
+@pytest.mark.parametrize(("target", "message"), [
+    ("no_such_module_anywhere:Thing", "can't be loaded"),
+    ("kvpact.methods.none:NoSuchName", "can't be loaded"),
+    ("kvpact.methods.none:ExactCodec", "lacks"),
+    ("kvpact.methods.none:Exact", "calls itself 'none'"),
+])  # fmt: skip
 def test_a_broken_entry_point_is_named_when_it_is_used(monkeypatch, target, message):
     point = EntryPoint("broken", target, registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "_entry_points", lambda: {"broken": [point]})

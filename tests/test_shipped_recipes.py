@@ -70,10 +70,9 @@ def test_each_loads_by_name_and_tells_what_was_measured(name):
 def test_the_share_is_that_of_the_cache(name):
     specs = layer_specs(f"recipe:{name}", 30)
     geometry = kvpact.CacheGeometry(1, 3, 64)
-    held, exact = (
-        sum(planned_bytes(spec, geometry, CONTEXT)["total"] for spec in kinds)
-        for kinds in (specs, [kvpact.parse_spec("none")] * 30)
-    )
+    both = (specs, [kvpact.parse_spec("none")] * 30)
+    held, exact = (sum(planned_bytes(x, geometry, CONTEXT)["total"] for x in y) for y in both)
+
     row = load_recipe(f"recipe:{name}")["measured"]["rows"][0]
     assert row["percent"] == pytest.approx(100 * held / exact, abs=0.06)
 

@@ -23,38 +23,24 @@ OWN_OPTIONS = {
         "scale": st.sampled_from(["token", "none"]),
     },
     "int": {
-        "bits": WIDTHS,
-        "group": st.integers(1, 1024),
-        "zero": st.booleans(),
-        "rotate": st.booleans(),
-        "seed": st.integers(-5, 5),
+        "bits": WIDTHS, "group": st.integers(1, 1024), "zero": st.booleans(),
+        "rotate": st.booleans(), "seed": st.integers(-5, 5),
     },
     "turboquant": {
-        "bits": WIDTHS,
-        "mode": st.sampled_from(["mse", "prod"]),
+        "bits": WIDTHS, "mode": st.sampled_from(["mse", "prod"]),
         "scale": st.sampled_from(["ls", "l2", "unbiased"]),
-        "center": st.sampled_from([0, 64, 128]),
-        "first": st.booleans(),
+        "center": st.sampled_from([0, 64, 128]), "first": st.booleans(),
         "seed": st.integers(-(2**70), 2**70),
     },
     "trellis": {
-        "bits": st.integers(1, 6),
-        "states": st.sampled_from([8, 16]),
-        "center": st.sampled_from([0, 64, 128]),
-        "first": st.booleans(),
-        "weights": st.booleans(),
-        "blocks": st.booleans(),
-        "seed": st.integers(-5, 5),
+        "bits": st.integers(1, 6), "states": st.sampled_from([8, 16]),
+        "center": st.sampled_from([0, 64, 128]), "first": st.booleans(),
+        "weights": st.booleans(), "blocks": st.booleans(), "seed": st.integers(-5, 5),
     },
     "kivi": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128])},
-    "kvarn": {
-        "bits": WIDTHS,
-        "group": st.sampled_from([32, 64, 128]),
-        "seed": st.integers(-5, 5),
-    },
+    "kvarn": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128]), "seed": st.integers(-5, 5)},
     "polarquant": {
-        "levels": st.integers(1, 6),
-        "first": st.integers(1, 8),
+        "levels": st.integers(1, 6), "first": st.integers(1, 8),
         "seed": st.integers(-5, 5),
     },
     "qjl": {
@@ -64,28 +50,22 @@ OWN_OPTIONS = {
         "seed": st.integers(-5, 5),
     },
     "lowrank": {
-        "rank": st.integers(1, 65536),
-        "energy": st.floats(0, 1),
+        "rank": st.integers(1, 65536), "energy": st.floats(0, 1),
         "per_head": st.booleans(),
     },
     "pca": {
-        "bits": st.floats(0.5, 6),
-        "lean": st.floats(0, 0.9),
+        "bits": st.floats(0.5, 6), "lean": st.floats(0, 0.9),
         "states": st.sampled_from([8, 16]),
     },
     "vq": {
-        "codebook_size": st.integers(2, 65536),
-        "dims": st.integers(1, 64),
-        "stages": st.sampled_from([1, 2]),
-        "seed": st.integers(0, 2**63 - 1),
+        "codebook_size": st.integers(2, 65536), "dims": st.integers(1, 64),
+        "stages": st.sampled_from([1, 2]), "seed": st.integers(0, 2**63 - 1),
     },
     "hybrid": {
-        "rank": st.integers(1, 65536),
-        "quant_bits": st.sampled_from([4, 8]),
-        "group": st.integers(1, 1024),
-        "per_head": st.booleans(),
+        "rank": st.integers(1, 65536), "quant_bits": st.sampled_from([4, 8]),
+        "group": st.integers(1, 1024), "per_head": st.booleans(),
     },
-}
+}  # fmt: skip
 COMMON = {"sinks": st.integers(0, 65536), "window": st.integers(0, 65536)}
 
 
@@ -132,8 +112,7 @@ def test_text_and_json_lead_back_to_an_equal_spec(spec):
     assert again == spec and hash(again) == hash(spec)
     assert str(again) == text
     data = json.loads(json.dumps(spec.to_json()))
-    assert Spec.from_json(data) == spec
-    assert Spec.from_json(json.dumps(data)) == spec
+    assert Spec.from_json(data) == spec and Spec.from_json(json.dumps(data)) == spec
     assert set(text) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-:=,/.")
 
 
@@ -152,20 +131,15 @@ def test_options_of_both_sides_are_replaced(spec, sinks, window):
 
 
 CANONICAL = {
-    "turboquant": "turboquant:bits=4",
-    "turboquant:bits=4,sinks=4,window=64": "turboquant:bits=4",
+    "turboquant": "turboquant:bits=4", "turboquant:bits=4,sinks=4,window=64": "turboquant:bits=4",
     "turboquant:window=128,bits=4": "turboquant:bits=4,window=128",
     "turboquant:bits=3,center=64": "turboquant:bits=3,center=64",
     "turboquant:bits=4/turboquant": "turboquant:bits=4/turboquant:bits=4",
     "int:bits=8/turboquant:bits=3": "int:bits=8/turboquant:bits=3",
     "turboquant:center=64/turboquant": "turboquant:bits=4,center=64/turboquant:bits=4",
-    " kivi:group=32 , bits=2 ": "kivi:bits=2",
-    "int:zero=1": "int:bits=8,zero=true",
-    "int:zero=False": "int:bits=8",
-    "fp8": "fp8",
-    "none": "none",
-    "kvarn": "kvarn:bits=4",
-}
+    " kivi:group=32 , bits=2 ": "kivi:bits=2", "int:zero=1": "int:bits=8,zero=true",
+    "int:zero=False": "int:bits=8", "fp8": "fp8", "none": "none", "kvarn": "kvarn:bits=4",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", CANONICAL)
@@ -207,21 +181,16 @@ def test_aliases_expand_to_exactly_what_they_mean():
 
 KNOWN_OPTIONS = "bits, mode, scale, center, first, seed, sinks, window"
 REFUSED = {
-    "": "a spec is text such as",
-    "  ": "a spec is text such as",
-    "turboquat": "did you mean 'turboquant'",
-    "TurboQuant:bits=4": "did you mean 'turboquant'",
+    "": "a spec is text such as", "  ": "a spec is text such as",
+    "turboquat": "did you mean 'turboquant'", "TurboQuant:bits=4": "did you mean 'turboquant'",
     "zzz": "Known: fp8, fp8_e4m3, hybrid, int, kivi, kvarn, lowrank, none, pca, polarquant, pqo3",
     "turboquant:bit=4": f"no option 'bit'; it has {KNOWN_OPTIONS}",
     "kivi:bits=2,centre=64": "no option 'centre'; it has bits, group, sinks, window",
     "turboquant:bits=4,bits=4": "'bits' stands twice",
     "turboquant:bits=4,sinks=1,bits=3": "'bits' stands twice",
-    "turboquant:bits=four": "should be of type int",
-    "turboquant:bits=": "should be of type int",
-    "turboquant:bits=4.0": "should be of type int",
-    "int:zero=maybe": "should be of type bool",
-    "turboquant:bits": "'bits' is no key=value",
-    "turboquant:bits=4,": "'' is no key=value",
+    "turboquant:bits=four": "should be of type int", "turboquant:bits=": "should be of type int",
+    "turboquant:bits=4.0": "should be of type int", "int:zero=maybe": "should be of type bool",
+    "turboquant:bits": "'bits' is no key=value", "turboquant:bits=4,": "'' is no key=value",
     "none,window=0": "options follow a colon, write 'none:window=0'",
     "int,bits=8/fp8": "write 'int:bits=8'",
     "turboquant:": "after the colon come options such as bits",
@@ -239,19 +208,17 @@ REFUSED = {
     "qjl:value_group=48": "value_group=48 should be one of 32, 64, 128",
     "kivi:window=-1": "window=-1 should be a number from 0 to 65536",
     "kivi:sinks=65537": "sinks=65537 should be a number from 0 to 65536",
-    "int/int/int": "at most one slash",
-    "int:bits=4/": "unknown method ''",
+    "int/int/int": "at most one slash", "int:bits=4/": "unknown method ''",
     "int:bits=8/turboquant:bits=3,center=64": "'center' applies to K only, leave it out",
     "turboquant:bits=3/turboquant:bits=2,mode=prod": "'mode' applies to K only, leave it out",
     "int/tq3": "'mode' applies to K only",
     "q8_0:bits=4": "takes no options, it is exactly 'int:bits=8,sinks=0,window=0'",
-    "q8_0:": "takes no options",
-    "turboquant_k8v4": "nearest: 'fp8/turboquant:bits=4'",
+    "q8_0:": "takes no options", "turboquant_k8v4": "nearest: 'fp8/turboquant:bits=4'",
     "turboquant_4bit_nc": "nearest: 'turboquant:bits=4'",
     "turboquant_k3v4_nc": "nearest: 'turboquant:bits=3/turboquant:bits=4'",
     "turboquant_3bit_nc": "nearest: 'turboquant:bits=3'",
     "int:bits=8/turboquant_3bit_nc": "is not offered",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -268,20 +235,12 @@ def test_what_is_no_text_is_refused(thing):
         parse_spec(thing)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("turboquant", {"sinks": 2.5}),
-        ("turboquant", {"sinks": "2"}),
-        ("turboquant", {"window": True}),
-        ("turboquant", {"bits": True}),
-        ("turboquant", {"bits": 4.0}),
-        ("turboquant", {"seed": "0"}),
-        ("int", {"zero": "no"}),
-        ("int", {"zero": 1}),
-        ("int", {"group": 2.5}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), [
+    ("turboquant", {"sinks": 2.5}), ("turboquant", {"sinks": "2"}),
+    ("turboquant", {"window": True}), ("turboquant", {"bits": True}), ("turboquant", {"bits": 4.0}),
+    ("turboquant", {"seed": "0"}), ("int", {"zero": "no"}), ("int", {"zero": 1}),
+    ("int", {"group": 2.5}),
+])  # fmt: skip
 def test_options_of_a_wrong_type_are_refused_in_code_too(name, options):
     with pytest.raises(SpecError, match=next(iter(options))):
         METHODS[name](**options)
@@ -295,51 +254,38 @@ def changed(path: str, value: object) -> dict:
     return data
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (changed("version", 2), "spec version 2 is not known; this is 1"),
-        (changed("version", "1"), "spec version '1' is not known"),
-        (changed("key.version", 1), "'turboquant' version 1 is not known; this is 2: read it with"),
-        (changed("value.version", None), "'int' version None is not known"),
-        (changed("key.method", "turboquan"), "did you mean 'turboquant'"),
-        (changed("key.method", None), "its name under 'method'"),
-        (changed("value.method", "q4_0"), "is an alias"),
-        (changed("value.method", "turboquant_k8v4"), "is an alias"),
-        (changed("key.centre", 64), f"no option 'centre'; it has {KNOWN_OPTIONS}"),
-        (changed("key.bits", "3"), "bits='3' should be a int"),
-        (changed("key.bits", 3.0), "bits=3.0 should be a int"),
-        (changed("value.zero", 0), "zero=0 should be a bool"),
-        (changed("key.bits", 99), "should be one of"),
-        (changed("key", "turboquant"), "a method's JSON is an object"),
-        (changed("extra", 1), "an object of version, key and value"),
-        ("{", "can't be read"),
-        ("[" * 100_000, "can't be read"),
-        ("[]", "an object of version, key and value"),
-        (None, "an object of version, key and value"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (changed("version", 2), "spec version 2 is not known; this is 1"),
+    (changed("version", "1"), "spec version '1' is not known"),
+    (changed("key.version", 1), "'turboquant' version 1 is not known; this is 2: read it with"),
+    (changed("value.version", None), "'int' version None is not known"),
+    (changed("key.method", "turboquan"), "did you mean 'turboquant'"),
+    (changed("key.method", None), "its name under 'method'"),
+    (changed("value.method", "q4_0"), "is an alias"),
+    (changed("value.method", "turboquant_k8v4"), "is an alias"),
+    (changed("key.centre", 64), f"no option 'centre'; it has {KNOWN_OPTIONS}"),
+    (changed("key.bits", "3"), "bits='3' should be a int"),
+    (changed("key.bits", 3.0), "bits=3.0 should be a int"),
+    (changed("value.zero", 0), "zero=0 should be a bool"),
+    (changed("key.bits", 99), "should be one of"),
+    (changed("key", "turboquant"), "a method's JSON is an object"),
+    (changed("extra", 1), "an object of version, key and value"),
+    ("{", "can't be read"),
+    ("[" * 100_000, "can't be read"),
+    ("[]", "an object of version, key and value"),
+    (None, "an object of version, key and value"),
+])  # fmt: skip
 def test_bad_json_is_refused(data, message):
     with pytest.raises(SpecError) as caught:
         Spec.from_json(data)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "int:bits=٨",
-        "int:bits=4,window=1_0",
-        "int:bits= 8",
-        "int:bits =8",
-        "int:bits=4.0",
-        "int:bits=0x4",
-        "lowrank:energy=0.9_9",
-        "lowrank:energy=0.٩",
-        "lowrank:energy=nan",
-        "lowrank:energy=inf",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "int:bits=٨", "int:bits=4,window=1_0", "int:bits= 8", "int:bits =8", "int:bits=4.0",
+    "int:bits=0x4", "lowrank:energy=0.9_9", "lowrank:energy=0.٩", "lowrank:energy=nan",
+    "lowrank:energy=inf",
+])  # fmt: skip
 def test_other_spellings_of_numbers_are_refused(text):
     with pytest.raises(SpecError):
         parse_spec(text)

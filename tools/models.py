@@ -21,7 +21,7 @@ from kvpact.cache import cache_specs, stream_facts
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.sizes import SPECS
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 
 PATH = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "models.json"
 

@@ -51,10 +51,8 @@ def test_pages_against_the_contiguous_cache(run, module):
 
 def test_import_times(run, module, monkeypatch):
     """On imports that are quick, under the names of those that are not."""
-    quick = {
-        name: f"import {x}"
-        for name, x in zip(module("import_time").IMPORTS, ("json", "csv", "ast"), strict=True)
-    }
+    names = zip(module("import_time").IMPORTS, ("json", "csv", "ast"), strict=True)
+    quick = {name: f"import {x}" for name, x in names}
     monkeypatch.setattr(module("import_time"), "IMPORTS", quick)
     monkeypatch.setattr(module("import_time"), "COMMANDS", {"a": ["-c", "pass"]})
     printed = run("import_time", "--rounds", 1)
@@ -220,9 +218,8 @@ def test_many_query_rows(run, tmp_path):
     size = ("--tokens", 64, "--rounds", 2, "--queries", 2, 40, "--threads", 1, "--ring", 0)
     run("rows", *size, "--specs", "int:bits=8", "--out", tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [(row["shape"], row["taken"]) for row in rows] == [
-        (shape, taken) for shape in ("A", "B") for taken in ("few", "many")
-    ] + [("MLA", "many")] * 2
+    wanted = [(shape, taken) for shape in ("A", "B") for taken in ("few", "many")]
+    assert [(row["shape"], row["taken"]) for row in rows] == wanted + [("MLA", "many")] * 2
     for row in rows:
         assert set(row["ms"]) == {"torch", "many"} | ({"few"} if row["shape"] != "MLA" else set())
         assert all(ms > 0 for ms in row["ms"].values())
@@ -246,9 +243,8 @@ def test_recommendations_of_a_small_model(run, model_folder, tmp_path):
     options = "--model", model_folder, "--text", text, "--tokens", 330, "--out", tmp_path
     printed = run("recommend", *options, "--threads", 1)
     rows = json.loads((tmp_path / "recommend.json").read_text("utf-8"))
-    assert [row["spec"].removeprefix("recipe within ") for row in rows] == [
-        f"trellis:bits={bits}" for bits in (2, 2, 3, 3, 4, 4)
-    ]
+    specs = [row["spec"].removeprefix("recipe within ") for row in rows]
+    assert specs == [f"trellis:bits={bits}" for bits in (2, 2, 3, 3, 4, 4)]
     for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):
         assert 0 < recipe["share"] <= uniform["share"] < 1
         assert recipe["difference"] == pytest.approx(recipe["measured"] - uniform["measured"])

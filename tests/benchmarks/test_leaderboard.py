@@ -106,11 +106,9 @@ def row(module, package, cache, kl, bits, time):
 def test_what_kvpact_loses_is_said(module):
     table = module("leaderboard_table")
     rows = [
-        row(module, "kvpact", "a", 0.001, 5.0, 1.2),
-        row(module, "kvpact", "b", 0.004, 6.0, 0.9),
-        row(module, "other", "c", 0.002, 4.5, 0.8),
-        row(module, "other", "d", 0.009, 9.0, 1.5),
-    ]
+        row(module, "kvpact", "a", 0.001, 5.0, 1.2), row(module, "kvpact", "b", 0.004, 6.0, 0.9),
+        row(module, "other", "c", 0.002, 4.5, 0.8), row(module, "other", "d", 0.009, 9.0, 1.5),
+    ]  # fmt: skip
     kl, _, bits, decode, _ = table.measures(rows)
     assert [table.ranked(rows, measure)[2] for measure in (kl, bits, decode)] == [1, 2, 2]
     said = table.verdicts(rows)

@@ -6,9 +6,9 @@ from tests.cache.test_budget import BYTES, SHAPE, most_allocated, states
 from tests.helpers.faults import same_state
 
 import kvpact
-import kvpact.cache.contiguous as contiguous
-from kvpact.cache.budgets import Budget, ladder_of
-from kvpact.cache.saved import layer_state
+import kvpact.cache.batch.contiguous as contiguous
+from kvpact.cache.budget.budget import Budget, ladder_of
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import BudgetExceeded, NonFiniteError
 from kvpact.testing import held_bytes, random_tokens
 

@@ -11,20 +11,10 @@ from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
 SPECS = (
-    "turboquant:bits=4",
-    "turboquant:bits=4,center=64",
-    "turboquant:bits=3,mode=prod",
-    "int:bits=8",
-    "int:bits=4,zero=true",
-    "kivi:bits=2",
-    "kvarn:bits=4",
-    "fp8",
-    "fp8:scale=none",
-    "qjl/int:bits=4",
-    "polarquant",
-    "none",
-    "none:dtype=fp16",
-)
+    "turboquant:bits=4", "turboquant:bits=4,center=64", "turboquant:bits=3,mode=prod", "int:bits=8",
+    "int:bits=4,zero=true", "kivi:bits=2", "kvarn:bits=4", "fp8", "fp8:scale=none",
+    "qjl/int:bits=4", "polarquant", "none", "none:dtype=fp16",
+)  # fmt: skip
 
 
 def tokens(count, generator, heads=2):

@@ -6,7 +6,7 @@ from one_layer import METHODS, kvq
 
 import kvpact
 from kvpact import CacheGeometry
-from kvpact.cache import contiguous
+from kvpact.cache.batch import contiguous
 from kvpact.errors import DeviceError
 from kvpact.quantizers import numbers
 from kvpact.testing.data import by_name

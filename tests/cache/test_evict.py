@@ -1,7 +1,5 @@
 """Caches that let go of tokens: what is left, what is free, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.helpers.faults import disturbed, is_free, length_of
@@ -49,17 +47,14 @@ def test_heads_keep_tokens_of_their_own():
     assert torch.equal(cache.dequantize(1, "v")[:, 1], values[:, 1, 50:])
 
 
-@pytest.mark.parametrize(
-    ("keep", "match"),
-    [
-        (torch.tensor([0, 1, 1]), "ascending"),
-        (torch.tensor([0, 100]), "within 100"),
-        (torch.tensor([-1, 5]), "within 100"),
-        (torch.tensor([0.0, 1.0]), "integers"),
-        (torch.zeros(1, 2, HEADS, 1, dtype=torch.int64), r"\[2, 2, 2, n\]"),
-        ([0, 1], "integers"),
-    ],
-)
+@pytest.mark.parametrize(("keep", "match"), [
+    (torch.tensor([0, 1, 1]), "ascending"),
+    (torch.tensor([0, 100]), "within 100"),
+    (torch.tensor([-1, 5]), "within 100"),
+    (torch.tensor([0.0, 1.0]), "integers"),
+    (torch.zeros(1, 2, HEADS, 1, dtype=torch.int64), r"\[2, 2, 2, n\]"),
+    ([0, 1], "integers"),
+])  # fmt: skip
 def test_what_can_not_be_kept_is_refused(keep, match):
     cache = filled("int:bits=8", 100)
     before = cache.dequantize(0, "k")

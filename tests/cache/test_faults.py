@@ -6,7 +6,7 @@ from tests.helpers.faults import disturbed, is_free, same_state
 
 import kvpact
 from kvpact import CacheGeometry, PagedKVCache
-from kvpact.cache.saved import layer_state
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import CorruptState, KernelError, StaleResult
 from kvpact.kernels.cpu import library as native_library
 from kvpact.kernels.cpu.encode import CpuEncoder
@@ -19,11 +19,8 @@ SPECS = ["int:bits=8,sinks=2,window=8", "kivi:bits=2,sinks=0,window=0", "turboqu
 MOST = 40000  # more lines and operations than any of these calls has
 # Every line and operation takes minutes; `make test-slow` tries more of them.
 STRIDES = {
-    ("interrupt", True): 7,
-    ("interrupt", False): 41,
-    ("memory", True): 2,
-    ("memory", False): 11,
-}
+    ("interrupt", True): 7, ("interrupt", False): 41, ("memory", True): 2, ("memory", False): 11,
+}  # fmt: skip
 finely = pytest.mark.parametrize("finer", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 
@@ -209,7 +206,7 @@ def test_every_fault_leaves_all_sequences_as_before_or_as_after(name, fault, fin
 
 def test_truncate_in_the_middle_of_a_step_is_not_undone(monkeypatch):
     """As it was: the commit brought back what was cut, over slots that were zeroed."""
-    from kvpact.cache import paged_view
+    from kvpact.cache.paged import view as paged_view
 
     cache, seqs = paged("int:bits=8,sinks=0,window=0")
     attend = paged_view.attend_steps

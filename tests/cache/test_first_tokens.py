@@ -3,12 +3,13 @@
 import copy
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.prompt import Prompt
+from kvpact.cache.layer.prompt import Prompt
 from kvpact.errors import KernelError
 from kvpact.kernels import native_threads
 from kvpact.kernels.cpu import library, prompt
@@ -56,14 +57,11 @@ def taken(monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("trellis:bits=4", "trellis:bits=2", "trellis:bits=3,weights=false,blocks=false"),
-        *("turboquant:bits=4", "int:bits=8", "kivi:bits=2", "fp8", "int:bits=8,sinks=0,window=0"),
-        "trellis:bits=4,sinks=0",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    *("trellis:bits=4", "trellis:bits=2", "trellis:bits=3,weights=false,blocks=false"),
+    *("turboquant:bits=4", "int:bits=8", "kivi:bits=2", "fp8", "int:bits=8,sinks=0,window=0"),
+    "trellis:bits=4,sinks=0",
+])  # fmt: skip
 def test_a_layer_like_another_one_holds_what_it_would_hold_alone(spec, taken):
     dtypes, strided = itertools.cycle(DTYPES), itertools.cycle((True, False))
     for shape, tokens in itertools.product(SHAPES, (20, 64, 100, 127, 128, 300, 700)):
@@ -147,11 +145,8 @@ def test_layers_may_be_given_to_threads():
             if layer:
                 found[layer] = cache.attend(layer, **given[layer])
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     for layer in range(1, layers):
         assert torch.equal(found[layer], alone.attend(layer, **given[layer]))
 

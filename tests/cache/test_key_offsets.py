@@ -119,9 +119,8 @@ def test_pages_hold_the_same_bytes():
         assert same_bytes(slots, b.layer(0).streams[0].slots[name])
     again = kvpact.create_cache(SPECS[0], GEOMETRY, "paged", num_pages=20, key_offsets={0: OFFSET})
     again.restore(a)
-    assert same_bytes(
-        again.cache.layer_of(again.seqs[1], 0).dequantize("k"), cache.dequantize(0, "k")[1:]
-    )
+    shown = again.cache.layer_of(again.seqs[1], 0).dequantize("k")
+    assert same_bytes(shown, cache.dequantize(0, "k")[1:])
 
 
 def test_exact_methods_keep_their_numbers():
@@ -166,12 +165,9 @@ def test_a_damaged_offset_in_a_snapshot_is_refused():
     wrong = replace(state.streams[0], origin=(0, 0))
     with pytest.raises(FormatError, match="origin"):
         Snapshot.build(
-            [replace(state, streams=(wrong, state.streams[1]))],
-            slots=1,
-            geometry=GEOMETRY,
-            layout="contiguous",
-            page_size=64,
-        )
+            [replace(state, streams=(wrong, state.streams[1]))], slots=1, geometry=GEOMETRY,
+            layout="contiguous", page_size=64,
+        )  # fmt: skip
 
 
 def test_prefixes_are_shared_by_caches_of_the_same_offset_alone():
@@ -183,9 +179,8 @@ def test_prefixes_are_shared_by_caches_of_the_same_offset_alone():
     assert PrefixCache(store, plain, model="m").load(ids) == 0
     again = pair(SPECS[0])[0]
     assert PrefixCache(store, again, model="m").load(ids) == 128
-    assert (again.dequantize(0, "k") - k).norm() < 0.2 * (
-        k - with_offset(torch.zeros_like(k))
-    ).norm()
+    offset = with_offset(torch.zeros_like(k))
+    assert (again.dequantize(0, "k") - k).norm() < 0.2 * (k - offset).norm()
     paged = PagedKVCache(SPECS[0], GEOMETRY, 8, key_offsets={0: OFFSET})
     seq = paged.allocate()
     assert PrefixCache(store, paged, model="m").load(ids, seq=seq) == 128
@@ -219,10 +214,8 @@ def test_what_learns_learns_from_keys_without_offset():
     plain = kvpact.create_cache(spec, GEOMETRY, calibration={0: (k, v)})
     cache.prefill(0, with_offset(k), v)
     plain.prefill(0, k, v)
-    errors = [
-        float((one.dequantize(0, "k") - keys).norm())
-        for one, keys in ((cache, with_offset(k)), (plain, k))
-    ]
+    pairs = ((cache, with_offset(k)), (plain, k))
+    errors = [float((one.dequantize(0, "k") - keys).norm()) for one, keys in pairs]
     assert errors[0] < 1.01 * errors[1]
 
 
@@ -271,9 +264,9 @@ def test_steps_go_on_where_the_table_of_positions_ends():
     k, v, q = kvq(1100, batch=2, seed=13)
     k = with_offset(k, 0, (0, 3))
     config = AttendConfig(padding=torch.tensor([0, 3]))
+    options = {"key_offsets": {0: OFFSET}}
     caches = [
-        kvpact.create_cache(SPECS[0], GEOMETRY, backend=backend, key_offsets={0: OFFSET})
-        for backend in ("auto", "torch")
+        kvpact.create_cache(SPECS[0], GEOMETRY, backend=x, **options) for x in ("auto", "torch")
     ]
     for cache in caches:
         cache.prefill(0, k[:, :, :1010], v[:, :, :1010], None, config)

@@ -26,14 +26,11 @@ def cache_of(spec, layers, **options):
     return create_cache(spec, CacheGeometry(layers, 2, 64), **options)
 
 
-@pytest.mark.parametrize(
-    ("spec", "tokens"),
-    [
-        *((SPECS[0], tokens) for tokens in TOKENS),  # the one that learns
-        *((spec, tokens) for spec in SPECS[1:] for tokens in TOKENS[::2]),
-        *slow(*((spec, tokens) for spec in SPECS[1:] for tokens in TOKENS[1::2])),
-    ],
-)
+@pytest.mark.parametrize(("spec", "tokens"), [
+    *((SPECS[0], tokens) for tokens in TOKENS),  # the one that learns
+    *((spec, tokens) for spec in SPECS[1:] for tokens in TOKENS[::2]),
+    *slow(*((spec, tokens) for spec in SPECS[1:] for tokens in TOKENS[1::2])),
+])  # fmt: skip
 def test_layers_hold_what_each_would_alone(spec, tokens):
     together = cache_of(spec, LAYERS)
     alone = [cache_of(spec, 1, backend="torch") for _ in range(LAYERS)]

@@ -8,6 +8,7 @@ from tests.helpers.one_layer import kvq
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry
+from kvpact.cache.layer.let_go import keep_last
 from kvpact.testing import random_offset
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
@@ -40,7 +41,7 @@ def test_what_is_attended_to_stays_the_same(spec, backend, first):
         got, wanted = (cache.attend(0, **given) for cache in (one, other))
         # Which native kernel runs may depend on the tokens held: each may be off by 5e-4.
         assert (got - wanted).norm() <= (2e-5 if backend == "torch" else 1e-3) * wanted.norm()
-        one.entry(0).let_go(WINDOW - 1)
+        keep_last(one.entry(0), WINDOW - 1)
         held = one.entry(0)._held
         begins.add(held.begin)
         assert held.begin + held.length == end

@@ -8,15 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpact import (
-    AttendConfig,
-    CacheGeometry,
-    KVCacheCompressor,
-    MLACache,
-    PagedKVCache,
-    create_cache,
-    parse_spec,
-)
+import kvpact
 from kvpact.cache import bytes_per_token
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError, SpecError
 from kvpact.kernels import absorb_query, expand_output
@@ -25,7 +17,7 @@ from kvpact.testing.held import held_bytes, same_bytes
 
 HEADS, NOPE, ROPE, V_DIM, RANK = 4, 16, 8, 12, 32
 SCALE = (NOPE + ROPE) ** -0.5
-CONFIG = AttendConfig(softmax_scale=SCALE)
+CONFIG = kvpact.AttendConfig(softmax_scale=SCALE)
 
 
 W_UK = normal(HEADS, NOPE, RANK, seed=100) * RANK**-0.5
@@ -35,10 +27,8 @@ W_UV = normal(HEADS, V_DIM, RANK, seed=101) * RANK**-0.5
 def tokens(count: int, seed: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return latents, rotated keys and the two parts of the queries."""
     widths = ((1, RANK), (1, ROPE), (HEADS, NOPE), (HEADS, ROPE))
-    made = [
-        normal(batch, heads, count, width, seed=seed * 10 + i)
-        for i, (heads, width) in enumerate(widths)
-    ]
+    sizes = enumerate(widths, seed * 10)
+    made = [normal(batch, heads, count, width, seed=i) for i, (heads, width) in sizes]
     return made[0], made[1], made[2], made[3]
 
 
@@ -59,9 +49,9 @@ def reference(c_kv: Tensor, k_rope: Tensor, q: Tensor, mask: Tensor | None = Non
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 def test_absorbed_is_expanded(layout):
-    geometry = CacheGeometry.mla(1, RANK, ROPE, torch.float32)
+    geometry = kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32)
     pages = {"num_pages": 40} if layout == "paged" else {}
-    cache = create_cache("none", geometry, layout, **pages)
+    cache = kvpact.create_cache("none", geometry, layout, **pages)
     latents, ropes = [], []
     for step, count in enumerate((70, 1, 260, 33)):
         c_kv, k_rope, q_nope, q_rope = tokens(count, step)
@@ -82,7 +72,7 @@ def test_absorbed_is_expanded(layout):
     "spec", ["int:bits=8", "turboquant:bits=4", "turboquant:bits=2,mode=prod", "kivi:bits=4", "fp8"]
 )
 def test_compressed_is_expanded_of_what_is_stored(spec):
-    cache = MLACache(spec, 1, RANK, ROPE)
+    cache = kvpact.MLACache(spec, 1, RANK, ROPE)
     c_kv, k_rope, *_ = tokens(300, 0)
     cache.store(0, k=c_kv, v=k_rope)
     stored = cache.dequantize(0, "k"), cache.dequantize(0, "v")
@@ -100,7 +90,9 @@ def test_compressed_is_expanded_of_what_is_stored(spec):
 def test_latents_and_rotated_keys_leave_their_windows_apart(windows, backend):
     """Where one side is packed and the other exact, each meets queries in its own space."""
     spec = "turboquant:bits=4,window={}/turboquant:bits=8,window={}".format(*windows)
-    cache = create_cache(spec, CacheGeometry.mla(1, RANK, ROPE, torch.float32), backend=backend)
+    cache = kvpact.create_cache(
+        spec, kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32), backend=backend
+    )
     cache.store(0, **by_name(*tokens(300, 0)[:2]))
     new = tokens(3, 1)
     past = [
@@ -116,19 +108,14 @@ def test_rules_of_the_call():
     query = torch.cat([q_nope, q_rope], -1)
     mask = normal(2, 1, 40, 40, seed=5) > -1
     mask |= torch.eye(40, dtype=torch.bool)
-    cache = MLACache("none", 1, RANK, ROPE)
-    got = cache.attend_heads(
-        0, **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV), config=AttendConfig(mask=mask)
-    )
+    cache = kvpact.MLACache("none", 1, RANK, ROPE)
+    given = heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV)
+    got = cache.attend_heads(0, **given, config=kvpact.AttendConfig(mask=mask))
     assert torch.allclose(got, reference(c_kv, k_rope, query, mask), atol=1e-5)
 
     padding = torch.tensor([0, 7])
-    cache = MLACache("none", 1, RANK, ROPE)
-    got = cache.attend_heads(
-        0,
-        **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV),
-        config=AttendConfig(padding=padding),
-    )
+    cache = kvpact.MLACache("none", 1, RANK, ROPE)
+    got = cache.attend_heads(0, **given, config=kvpact.AttendConfig(padding=padding))
     wanted = reference(c_kv[1:, :, 7:], k_rope[1:, :, 7:], query[1:, :, 7:])
     assert torch.allclose(got[1:, :, 7:], wanted, atol=1e-5)
     assert (got[1, :, :7] == 0).all()
@@ -137,8 +124,8 @@ def test_rules_of_the_call():
 @pytest.mark.parametrize("exact_new", [True, False])
 def test_a_result_is_what_absorbed_attention_sees(exact_new):
     spec = "turboquant:bits=3,mode=prod,window=8"
-    attending, reading = (MLACache(spec, 1, RANK, ROPE) for _ in range(2))
-    config = AttendConfig(softmax_scale=SCALE, exact_new=exact_new)
+    attending, reading = (kvpact.MLACache(spec, 1, RANK, ROPE) for _ in range(2))
+    config = kvpact.AttendConfig(softmax_scale=SCALE, exact_new=exact_new)
     for step, count in enumerate((150, 1, 20)):
         c_kv, k_rope, q_nope, q_rope = tokens(count, step)
         query = absorb_query(q_nope, q_rope, W_UK)
@@ -156,13 +143,10 @@ def test_bytes_of_a_token_by_hand():
     # 8 bits with an fp16 scale per 32 numbers. In bf16 it is 1,152 bytes.
     by_hand = 512 * 4 // 8 + 2 + 64 + 64 // 32 * 2
     spec = "turboquant:bits=4,sinks=0,window=0"
-    cache = MLACache(spec, 2, 512, 64, dtype=torch.bfloat16)
+    cache = kvpact.MLACache(spec, 2, 512, 64, dtype=torch.bfloat16)
     for layer in range(2):
-        cache.store(
-            layer,
-            k=normal(1, 1, 256, 512, seed=layer).bfloat16(),
-            v=normal(1, 1, 256, 64, seed=layer + 2).bfloat16(),
-        )
+        pair = (normal(1, 1, 256, 512, seed=layer), normal(1, 1, 256, 64, seed=layer + 2))
+        cache.store(layer, k=pair[0].bfloat16(), v=pair[1].bfloat16())
     assert by_hand == 326
     assert cache.memory_usage() == held_bytes(cache) == 2 * 256 * by_hand
     assert str(cache.specs[0]) == f"{spec}/int:bits=8,sinks=0,window=0"
@@ -185,7 +169,7 @@ class _Largest(TorchDispatchMode):
 def test_nothing_is_expanded_for_all_tokens():
     largest = []
     for count in (1024, 4096):
-        cache = MLACache("turboquant:bits=4", 1, RANK, ROPE)
+        cache = kvpact.MLACache("turboquant:bits=4", 1, RANK, ROPE)
         cache.store(0, **by_name(*tokens(count, 0, batch=1)[:2]))
         new = tokens(1, 1, batch=1)
         with _Largest() as seen:
@@ -196,9 +180,9 @@ def test_nothing_is_expanded_for_all_tokens():
 
 @pytest.mark.parametrize("spec", ["none", "turboquant:bits=3,window=40", "kivi:bits=2", "kvarn"])
 def test_paged_is_contiguous_byte_for_byte(spec):
-    plain = MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
-    paged = PagedKVCache(spec, CacheGeometry.mla(2, RANK, ROPE, torch.float32), 20)
-    assert isinstance(paged, PagedKVCache)
+    plain = kvpact.MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
+    paged = kvpact.PagedKVCache(spec, kvpact.CacheGeometry.mla(2, RANK, ROPE, torch.float32), 20)
+    assert isinstance(paged, kvpact.PagedKVCache)
     view = paged.view()
     for step, count in enumerate((200, 1, 1, 60)):
         for layer in range(2):
@@ -209,7 +193,7 @@ def test_paged_is_contiguous_byte_for_byte(spec):
         if step == 1:
             plain.truncate(150)
             view.truncate(150)
-    compressor, (seq,) = KVCacheCompressor(plain.specs[0]), view.seqs
+    compressor, (seq,) = kvpact.KVCacheCompressor(plain.specs[0]), view.seqs
     for layer in range(2):
         a = compressor.compress_mla_cache(plain, layer).tensors()
         b = compressor.compress_mla_cache(paged, layer, seq).tensors()
@@ -221,13 +205,12 @@ def test_paged_is_contiguous_byte_for_byte(spec):
 
 def test_the_method_of_the_rotated_key():
     def spec(text: str, rope: str | None = None) -> str:
-        return str(MLACache(text, 1, RANK, ROPE, rope=rope).specs[0])
+        return str(kvpact.MLACache(text, 1, RANK, ROPE, rope=rope).specs[0])
 
     assert spec("turboquant:bits=4,window=8") == "turboquant:bits=4,window=8/int:bits=8,window=8"
     assert spec("turboquant:bits=4", rope="fp8") == "turboquant:bits=4/fp8"
     assert spec("turboquant:bits=4/fp8") == "turboquant:bits=4/fp8"
-    assert spec("none") == "none"
-    assert spec("none", rope="int:bits=8") == "none/int:bits=8"
+    assert spec("none") == "none" and spec("none", rope="int:bits=8") == "none/int:bits=8"
     assert spec("int:bits=4", rope="int:bits=4") == "int:bits=4/int:bits=4"
     assert spec("int:bits=4/int:bits=4") == "int:bits=4/int:bits=4"
     assert spec("int:bits=8") == "int:bits=8/int:bits=8"
@@ -238,33 +221,31 @@ def test_the_method_of_the_rotated_key():
                        ("fp8/fp8", "fp8")):  # fmt: skip
         with pytest.raises(SpecError, match="more than one method for k_rope"):
             spec(text, rope)
-    geometry = CacheGeometry.mla(1, RANK, ROPE)
-    made = create_cache({"default": "none", "layers": {"0": "int:bits=4"}}, geometry)
-    assert made.specs == [parse_spec("int:bits=4/int:bits=8")]
+    geometry = kvpact.CacheGeometry.mla(1, RANK, ROPE)
+    made = kvpact.create_cache({"default": "none", "layers": {"0": "int:bits=4"}}, geometry)
+    assert made.specs == [kvpact.parse_spec("int:bits=4/int:bits=8")]
 
 
 def test_verbs_keep_the_cache_what_it_is():
-    cache = MLACache("turboquant:bits=4", 1, RANK, ROPE)
+    cache = kvpact.MLACache("turboquant:bits=4", 1, RANK, ROPE)
     cache.store(0, **by_name(*tokens(100, 0)[:2]))
     fork = cache.fork()
-    assert isinstance(fork, MLACache)
+    assert isinstance(fork, kvpact.MLACache)
     new = tokens(1, 1)
     wanted = cache.attend_heads(0, **heads_of(*new, W_UK, W_UV))
     assert torch.equal(fork.attend_heads(0, **heads_of(*new, W_UK, W_UV)), wanted)
     fork.select(torch.tensor([1]))
     row = [x[1:] for x in tokens(1, 2)]
-    assert torch.allclose(
-        fork.attend_heads(0, **heads_of(*row, W_UK, W_UV)),
-        cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:],
-        atol=1e-6,
-    )
+    got = fork.attend_heads(0, **heads_of(*row, W_UK, W_UV))
+    wanted = cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:]
+    assert torch.allclose(got, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])
 def test_wrong_input_changes_nothing(layout):
-    geometry = CacheGeometry.mla(1, RANK, ROPE, torch.float32)
+    geometry = kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32)
     pages = {"num_pages": 8} if layout == "paged" else {"max_tokens": 100}
-    cache = create_cache("int:bits=4", geometry, layout, **pages)
+    cache = kvpact.create_cache("int:bits=4", geometry, layout, **pages)
     c_kv, k_rope, q_nope, q_rope = tokens(80, 0)
     query = absorb_query(q_nope, q_rope, W_UK)
     cache.attend(0, k=c_kv, v=k_rope, q=query, config=CONFIG)
@@ -275,7 +256,7 @@ def test_wrong_input_changes_nothing(layout):
         (GeometryError, "k has 2 heads", (c_kv.repeat(1, 2, 1, 1), k_rope, query, CONFIG)),
         (GeometryError, "v has width 7", (c_kv, k_rope[..., 1:], query, CONFIG)),
         (GeometryError, "n_kv_groups", (c_kv, k_rope, query,
-                                        AttendConfig(softmax_scale=1.0, n_kv_groups=2))),
+                                        kvpact.AttendConfig(softmax_scale=1.0, n_kv_groups=2))),
         (NonFiniteError, "k holds NaN", (c_kv * torch.nan, k_rope, query, CONFIG)),
         (CacheFull, "wanted", (c_kv.repeat(1, 1, 4, 1), k_rope.repeat(1, 1, 4, 1),
                          query.repeat(1, 1, 4, 1), CONFIG)),
@@ -286,8 +267,8 @@ def test_wrong_input_changes_nothing(layout):
         assert cache.seq_len(0) == 80
         assert held_bytes(cache) == before
     with pytest.raises(GeometryError, match="latents have one head"):
-        CacheGeometry(1, 2, RANK, ROPE, latent=True)
-    heads = MLACache("none", 1, RANK, ROPE)
+        kvpact.CacheGeometry(1, 2, RANK, ROPE, latent=True)
+    heads = kvpact.MLACache("none", 1, RANK, ROPE)
     parts = q_nope, q_rope, W_UK, W_UV
     wrong_parts = [
         (GeometryError, "w_uv has shape", (q_nope, q_rope, W_UK, W_UV[:, :, :5])),

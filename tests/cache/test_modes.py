@@ -1,7 +1,5 @@
 """What a program sets for all of torch: a default dtype and a default device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,14 +13,11 @@ BACKENDS = ("torch",) if isinstance(_load(), str) else ("torch", "cpu")
 HALF = Mode(torch.bfloat16, "meta")
 
 
-@pytest.mark.parametrize(
-    ("spec", "backend"),
-    [
-        *((spec, name) for spec in ("trellis:bits=4", "kivi:bits=2", "none") for name in BACKENDS),
-        *((spec, "torch") for spec in ("lowrank:rank=8", "hybrid:rank=16", "vq:codebook_size=16")),
-        ("pca:bits=1.5", "auto"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "backend"), [
+    *((spec, name) for spec in ("trellis:bits=4", "kivi:bits=2", "none") for name in BACKENDS),
+    *((spec, "torch") for spec in ("lowrank:rank=8", "hybrid:rank=16", "vq:codebook_size=16")),
+    ("pca:bits=1.5", "auto"),
+])  # fmt: skip
 def test_caches_whose_codecs_learn_from_their_first_tokens(spec, backend):
     class Kit(ModeChecks):
         def groups(self):

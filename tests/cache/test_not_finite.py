@@ -17,17 +17,11 @@ def state(cache) -> list[Tensor]:
 
 # Values that are finite, but whose side information is beyond fp16; and values just below.
 OVERFLOWS = {
-    "turboquant:bits=4": (1e5, 5e4),
-    "turboquant:bits=4,scale=l2": (1e5, 6e4),
-    "turboquant:bits=3,center=64": (1e6, 1.7e3),
-    "turboquant:bits=3,mode=prod": (1e6, 1e4),
-    "int:bits=4": (1e6, 6e4),
-    "int:bits=8": (1e7, 6e4),
-    "kivi:bits=2": (1e5, 6e4),
-    "kvarn:bits=3": (1e6, 4e3),
-    "fp8": (1e8, 6e4),
-    "fp8:scale=none": (500.0, 400.0),
-}
+    "turboquant:bits=4": (1e5, 5e4), "turboquant:bits=4,scale=l2": (1e5, 6e4),
+    "turboquant:bits=3,center=64": (1e6, 1.7e3), "turboquant:bits=3,mode=prod": (1e6, 1e4),
+    "int:bits=4": (1e6, 6e4), "int:bits=8": (1e7, 6e4), "kivi:bits=2": (1e5, 6e4),
+    "kvarn:bits=3": (1e6, 4e3), "fp8": (1e8, 6e4), "fp8:scale=none": (500.0, 400.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", OVERFLOWS)

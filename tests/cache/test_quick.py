@@ -1,7 +1,5 @@
 """Steps in one native call leave and return what the ordinary way does, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace
@@ -21,13 +19,10 @@ from kvpact.testing.data import by_name
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 SPECS = (
-    "turboquant:bits=4",
-    "turboquant:bits=3,window=5,sinks=3",
-    "turboquant:bits=2,center=64,window=9",
-    "int:bits=8/kivi:bits=2",
-    "int:bits=4,zero=true,window=40/fp8",
-    "kivi:bits=2,window=16/kvarn:bits=3,group=32",
-)
+    "turboquant:bits=4", "turboquant:bits=3,window=5,sinks=3",
+    "turboquant:bits=2,center=64,window=9", "int:bits=8/kivi:bits=2",
+    "int:bits=4,zero=true,window=40/fp8", "kivi:bits=2,window=16/kvarn:bits=3,group=32",
+)  # fmt: skip
 GEOMETRY = CacheGeometry(2, 2, 48, dtype=torch.float32)
 
 
@@ -88,14 +83,11 @@ def test_a_history_of_steps(spec, dtype, watched):
     check_history(spec, dtype, watched, {})
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [
-        ("turboquant:bits=4", torch.bfloat16),
-        ("turboquant:bits=3,window=5,sinks=3", torch.float32),
-        ("kivi:bits=2,window=16/int:bits=8", torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dtype"), [
+    ("turboquant:bits=4", torch.bfloat16),
+    ("turboquant:bits=3,window=5,sinks=3", torch.float32),
+    ("kivi:bits=2,window=16/int:bits=8", torch.float16),
+])  # fmt: skip
 def test_a_history_of_steps_of_keys_with_an_offset(spec, dtype, watched):
     """Their offset is taken off natively, to the same bytes."""
     offsets = {0: random_offset(2, 48, norm=50, seed=1), 1: random_offset(2, 48, norm=50, seed=2)}
@@ -290,19 +282,14 @@ def test_numbers_that_can_not_be_stored_change_nothing(which, wrong, watched):
             cache.attend(0, **by_name(*tokens))
         assert watched.taken == taken
     same_state(cache, other)
-    assert torch.equal(
-        cache.attend(0, **by_name(*random(1))), other.attend(0, **by_name(*random(1)))
-    )
+    assert torch.equal(*(x.attend(0, **by_name(*random(1))) for x in (cache, other)))
 
 
 def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, monkeypatch):
     cache, other = stepped(), stepped()
     interrupted(monkeypatch, lambda: cache.attend(0, **by_name(*random(1, seed=1))))
     assert cache.seq_len() == other.seq_len()
-    assert torch.equal(
-        cache.attend(0, **by_name(*random(1, seed=2))),
-        other.attend(0, **by_name(*random(1, seed=2))),
-    )
+    assert torch.equal(*(x.attend(0, **by_name(*random(1, seed=2))) for x in (cache, other)))
     same_state(cache, other)
 
 
@@ -351,3 +338,15 @@ def test_a_copy_and_a_pickle_have_plans_of_their_own(watched):
     outputs = [one.attend(0, **by_name(*random(1, seed=i))) for i, one in enumerate((cache, other))]
     assert not torch.equal(*outputs)
     assert cache.seq_len() == other.seq_len() == 44
+
+
+def test_a_tail_takes_as_many_bytes_after_quick_steps(watched):
+    """Steps of several tokens that pack a group across its end, at all places in the room."""
+    caches = [create_cache("kivi:bits=2,window=0", GEOMETRY) for _ in range(2)]
+    for seed, count in enumerate([600] + [3] * 60):
+        for layer in range(2):
+            for cache, watched.allowed in zip(caches, (True, False), strict=True):
+                cache.attend(layer, **by_name(*random(count, seed=2 * seed + layer)))
+        same_state(*caches)
+        assert caches[0].memory_usage() == caches[1].memory_usage()
+    assert watched.taken > 60

@@ -59,9 +59,7 @@ def test_padding_and_recipes_are_kept():
     restored.restore(recode(cache.snapshot(), recipe))
     assert restored.entry(0).padding.tolist() == [30, 0]
     assert torch.equal(restored.dequantize(1, "v"), cache.dequantize(1, "v"))
-    assert torch.equal(
-        restored.dequantize(0, "k")[0, :, 30:34], cache.dequantize(0, "k")[0, :, 30:34]
-    )
+    assert torch.equal(*(x.dequantize(0, "k")[0, :, 30:34] for x in (restored, cache)))
 
 
 def test_key_offsets_come_along_or_are_given():

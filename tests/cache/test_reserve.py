@@ -43,18 +43,13 @@ def test_steps_stay_in_the_room_and_change_no_byte(spec, backend):
     for _ in range(15):
         for layer in range(2):
             given = tokens(5, generator)
-            assert torch.equal(
-                cache.attend(layer, **by_name(*given)), plain.attend(layer, **by_name(*given))
-            )
+            assert torch.equal(*(x.attend(layer, **by_name(*given)) for x in (cache, plain)))
     slots, tails = where(cache)
     assert slots == before[0]
     if ",window=0" not in spec:
-        assert all(
-            now == then or not stream.window
-            for now, then, stream in zip(
-                tails, before[1], [s for x in cache._layers for s in x.streams()], strict=True
-            )
-        )
+        streams = [s for x in cache._layers for s in x.streams()]
+        moved = zip(tails, before[1], streams, strict=True)
+        assert all(now == then or not stream.window for now, then, stream in moved)
     for layer in range(2):
         for side in "kv":
             assert torch.equal(cache.dequantize(layer, side), plain.dequantize(layer, side))

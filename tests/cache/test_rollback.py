@@ -13,10 +13,6 @@ def tokens(count: int, seed: int) -> torch.Tensor:
     return torch.randn(1, 2, count, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def shown(cache) -> list[torch.Tensor]:
-    return [cache.dequantize(0, side) for side in ("k", "v")]
-
-
 @pytest.mark.parametrize("spec", GROUPED)
 def test_window_is_what_the_spec_says(spec):
     """Tokens kept for rollbacks are not attended exactly: the window is as wide as it says."""
@@ -25,10 +21,9 @@ def test_window_is_what_the_spec_says(spec):
     cache.prefill(0, x, x)
     window = cache.specs[0].key.window
     stored = min(330 - window, 330 // 128 * 128)
-    for got in shown(cache):
+    for got in [cache.dequantize(0, side) for side in ("k", "v")]:
         exact = (got == x).all(-1).all(1)[0]
-        assert exact[330 - window :].all()
-        assert not exact[4:stored].any()
+        assert exact[330 - window :].all() and not exact[4:stored].any()
 
 
 def test_a_rollback_to_nothing_forgets_padding():

@@ -5,7 +5,7 @@ import torch
 from tests.helpers.faults import same_state
 
 import kvpact
-from kvpact.cache.saved import layer_state, packed_part
+from kvpact.cache.layer.states import layer_state, packed_part
 from kvpact.errors import BackendUnavailable, FormatError, MismatchError, NonFiniteError
 from kvpact.methods.scaled import NAME, ScaledCodec, scaled_as, scaled_for
 from kvpact.testing import random_tokens

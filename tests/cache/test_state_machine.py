@@ -1,7 +1,5 @@
 """Random histories of a small cache against an oracle; a call that fails changes all or nothing."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -10,7 +8,7 @@ from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, length_of, same_state
 
 import kvpact
-from kvpact.cache.saved import layer_state
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import GeometryError, SpecError
 from kvpact.testing import (
     LayerOracle,
@@ -24,18 +22,15 @@ from kvpact.testing import (
 HEADS, DIM, V_DIM = 2, 16, 8
 STEPS = 20
 SPECS = {
-    "none": torch.bfloat16,
-    "fp8": torch.float16,
-    "int:bits=3,sinks=0,window=0": torch.float32,
+    "none": torch.bfloat16, "fp8": torch.float16, "int:bits=3,sinks=0,window=0": torch.float32,
     "turboquant:bits=4": torch.float32,
     "turboquant:bits=3,mode=prod,sinks=2,window=9": torch.float32,
-    "turboquant:bits=3,center=64": torch.float32,
-    "kivi:bits=2,sinks=3,window=40": torch.float16,
+    "turboquant:bits=3,center=64": torch.float32, "kivi:bits=2,sinks=3,window=40": torch.float16,
     "kvarn:bits=4,group=32,sinks=0,window=0/int:bits=8,sinks=5,window=70": torch.float32,
     "trellis:bits=2,weights=false,blocks=false": torch.float32,
     "vq:codebook_size=16,dims=4,sinks=2,window=20": torch.float32,
     "lowrank:rank=4,window=0/hybrid:rank=4,group=4,sinks=3,window=9": torch.float32,
-}
+}  # fmt: skip
 OFFSETS = (
     ("turboquant:bits=4,sinks=2,window=9", torch.float32),
     pytest.param("kivi:bits=2,sinks=3,window=40", torch.float16, marks=pytest.mark.slow),
@@ -110,8 +105,7 @@ class Histories(RuleBasedStateMachine):
         expected = [torch.cat(pair, 2) for pair in zip(past, (k, v), strict=True)]
         if how == "prefill":
             result = self.cache.prefill(0, k, v, config=config)
-            assert same_bytes(result.k, expected[0])
-            assert same_bytes(result.v, expected[1])
+            assert same_bytes(result.k, expected[0]) and same_bytes(result.v, expected[1])
             return
         if how == "decode":
             output = self.cache.decode(0, k, v, q, config).output

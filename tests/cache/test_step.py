@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.cache.segments import SegmentList
+from kvpact.cache.stream.segments import SegmentList
 
 
 class Lock:

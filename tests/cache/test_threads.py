@@ -167,8 +167,7 @@ def test_operations_on_the_whole_cache_meet_appends():
     def counts():
         start.wait(PATIENCE)
         for _ in range(steps):
-            assert cache.memory_usage() > 0
-            assert cache.stats()["tokens"] >= 40
+            assert cache.memory_usage() > 0 and cache.stats()["tokens"] >= 40
 
     def reads():
         start.wait(PATIENCE)

@@ -1,23 +1,13 @@
 """Wrong arguments are refused by name, before anything changes."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 
 import pytest
 import torch
 
-from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.cache.paged_view import PagedView
-from kvpact.errors import (
-    CacheFull,
-    DeviceError,
-    DtypeError,
-    GeometryError,
-    KVPactError,
-    NonFiniteError,
-)
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache, errors
+from kvpact.cache.paged.view import PagedView
 
 GEOMETRY = CacheGeometry(1, 2, 64)
 
@@ -49,7 +39,7 @@ def refused(cache, error, match, **changed):
         before = held(cache)
         with pytest.raises(error, match=match) as told:
             attend(cache, **changed)
-        assert isinstance(told.value, KVPactError)
+        assert isinstance(told.value, errors.KVPactError)
         assert held(cache) == before
 
 
@@ -68,22 +58,22 @@ def packed(kind):
 @pytest.mark.parametrize("name", ["k", "v", "q"])
 @pytest.mark.parametrize("kind", ["sparse", "mkldnn", "nested", "jagged"])
 def test_tensors_that_are_not_dense_are_refused_by_name(cache, kind, name):
-    refused(cache, DtypeError, f"{name} is a .*; make it dense", **{name: packed(kind)})
+    refused(cache, errors.DtypeError, f"{name} is a .*; make it dense", **{name: packed(kind)})
 
 
 @pytest.mark.parametrize("kind", ["sparse", "mkldnn", "nested", "jagged"])
 def test_pages_refuse_to_append_tensors_that_are_not_dense(kind):
     cache = create_cache("int:bits=8", GEOMETRY, "paged", num_pages=8).cache
     seq = cache.allocate()
-    with pytest.raises(DtypeError, match=r"k is a .*; make it dense"):
+    with pytest.raises(errors.DtypeError, match=r"k is a .*; make it dense"):
         cache.append(0, {seq: (packed(kind)[0] if kind == "sparse" else packed(kind), tokens(1))})
 
 
 @pytest.mark.parametrize("config", [{}, {"mask": None}, "causal", 0, False])
 def test_a_config_is_an_attend_config_or_none(cache, config):
-    refused(cache, DtypeError, "config should be an AttendConfig", config=config)
+    refused(cache, errors.DtypeError, "config should be an AttendConfig", config=config)
     for call in (cache.prefill, cache.decode):
-        with pytest.raises(DtypeError, match="config should be an AttendConfig"):
+        with pytest.raises(errors.DtypeError, match="config should be an AttendConfig"):
             call(0, tokens(1), tokens(1), tokens(1, 4), config)
 
 
@@ -92,7 +82,7 @@ def test_a_config_is_an_attend_config_or_none(cache, config):
 def test_queries_of_which_attention_makes_nan_are_refused(cache, number, dtype):
     q = tokens(1, 4).to(dtype)
     q[0, 3, 0, 7] = number
-    refused(cache, NonFiniteError, "q holds NaN or infinity, or 1e\\+31 and more", q=q)
+    refused(cache, errors.NonFiniteError, "q holds NaN or infinity, or 1e\\+31 and more", q=q)
     attend(cache, q=torch.full((1, 4, 1, 64), 1e30))
 
 
@@ -100,9 +90,9 @@ def test_queries_of_which_attention_makes_nan_are_refused(cache, number, dtype):
 def test_meta_sparse_and_nested_tensors_of_a_config_are_refused(name):
     x = torch.zeros(4, dtype=torch.int64 if name in ("padding", "origin") else torch.float32)
     for wrong, error in (
-        (x.to("meta"), DeviceError),
-        (x.to_sparse(), DtypeError),
-        ([0], DtypeError),
+        (x.to("meta"), errors.DeviceError),
+        (x.to_sparse(), errors.DtypeError),
+        ([0], errors.DtypeError),
     ):
         with pytest.raises(error, match=name):
             AttendConfig(**{name: wrong})
@@ -111,9 +101,9 @@ def test_meta_sparse_and_nested_tensors_of_a_config_are_refused(name):
 @pytest.mark.parametrize("name", ["mask", "sink_logits"])
 def test_masks_and_sinks_of_which_attention_makes_nan_are_refused(name):
     for number in (torch.inf, torch.nan, 3e38):
-        with pytest.raises(NonFiniteError, match=f"{name} holds NaN, or 1e\\+31 and more"):
+        with pytest.raises(errors.NonFiniteError, match=f"{name} holds NaN, or 1e\\+31 and more"):
             AttendConfig(**{name: torch.tensor([0.0, number])})
-    with pytest.raises(DtypeError, match=rf"{name} is torch.float8_e4m3fn; cast it"):
+    with pytest.raises(errors.DtypeError, match=rf"{name} is torch.float8_e4m3fn; cast it"):
         AttendConfig(**{name: torch.zeros(2).to(torch.float8_e4m3fn)})
     AttendConfig(**{name: torch.tensor([0.0, -torch.inf])})
 
@@ -123,9 +113,9 @@ def test_room_is_a_whole_number(cache, tokens):
     attend(cache)
     paged = isinstance(cache, PagedView)
     room = partial(cache.cache.reserve, cache.seqs) if paged else cache.reserve
-    with pytest.raises(GeometryError, match="tokens should be a whole number from 0 on"):
+    with pytest.raises(errors.GeometryError, match="tokens should be a whole number from 0 on"):
         room(tokens)
-    with pytest.raises(GeometryError, match="repeats should be a whole number from 1 on"):
+    with pytest.raises(errors.GeometryError, match="repeats should be a whole number from 1 on"):
         cache.repeat(0 if tokens is True else tokens)
     assert cache.seq_len(0) == 1
 
@@ -136,7 +126,7 @@ def test_room_that_no_memory_has_is_refused_before_any_is_taken(spec):
     attend(cache, 40)
     used = cache.memory_usage()
     for tokens in (1 << 40, (1 << 63) - 1):
-        with pytest.raises(CacheFull, match=r"no memory for .* more tokens"):
+        with pytest.raises(errors.CacheFull, match=r"no memory for .* more tokens"):
             cache.reserve(tokens)
     assert cache.memory_usage() == used
     cache.reserve(300)
@@ -152,7 +142,7 @@ def test_memory_that_runs_out_while_room_is_made_is_told_by_name(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "zeros", full)
-    with pytest.raises(CacheFull, match="no memory for 10,000,000 more tokens"):
+    with pytest.raises(errors.CacheFull, match="no memory for 10,000,000 more tokens"):
         cache.reserve(10**7)
     monkeypatch.undo()
     assert held(cache) == before
@@ -161,19 +151,19 @@ def test_memory_that_runs_out_while_room_is_made_is_told_by_name(monkeypatch):
 def test_more_rows_than_memory_has_are_refused(cache):
     attend(cache)
     before = held(cache)
-    with pytest.raises(CacheFull, match="no memory for every row 1,099,511,627,776 times"):
+    with pytest.raises(errors.CacheFull, match="no memory for every row 1,099,511,627,776 times"):
         cache.repeat(1 << 40)
     assert held(cache) == before
 
 
 def test_more_pages_than_memory_has_are_refused():
     for pages, size in ((1 << 60, None), (1 << 34, None), (2, 1 << 60)):
-        with pytest.raises(CacheFull, match=r"no memory for .* pages"):
+        with pytest.raises(errors.CacheFull, match=r"no memory for .* pages"):
             PagedKVCache("int:bits=8", GEOMETRY, pages, size)
     for pages, size in ((1 << 70, None), (True, None), (2, "64"), (2, 0)):
-        with pytest.raises(GeometryError, match="should be a whole number from 1 on"):
+        with pytest.raises(errors.GeometryError, match="should be a whole number from 1 on"):
             PagedKVCache("int:bits=8", GEOMETRY, pages, size)
-    with pytest.raises(GeometryError, match="count should be a whole number"):
+    with pytest.raises(errors.GeometryError, match="count should be a whole number"):
         PagedKVCache("int:bits=8", GEOMETRY, 2).allocate_rows("2")
 
 
@@ -186,18 +176,18 @@ def test_token_ids_may_be_a_tensor():
     for known in (ids[:64], ids[:64].tolist(), ids[:65], ids[:65].tolist()):
         assert cache.seq_len(cache.allocate(known)) == (len(known) - 1) // 32 * 32
     for wrong in (5, 1.5, torch.zeros(70), torch.zeros(2, 70, dtype=torch.int64)):
-        with pytest.raises(GeometryError, match="token ids should be whole numbers"):
+        with pytest.raises(errors.GeometryError, match="token ids should be whole numbers"):
             cache.allocate(wrong)
 
 
 def test_no_geometry_and_no_snapshot_are_told_by_name(cache):
     for geometry in (None, {}, (1, 2, 64)):
         for layout in ({}, {"layout": "paged", "num_pages": 2}):
-            with pytest.raises(GeometryError, match="geometry should be a CacheGeometry"):
+            with pytest.raises(errors.GeometryError, match="geometry should be a CacheGeometry"):
                 create_cache("int:bits=8", geometry, **layout)
     attend(cache)
     before = held(cache)
     for wrong in (None, before[1], 5):
-        with pytest.raises(DtypeError, match="a Snapshot is wanted"):
+        with pytest.raises(errors.DtypeError, match="a Snapshot is wanted"):
             cache.restore(wrong)
     assert held(cache) == before

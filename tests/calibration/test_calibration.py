@@ -81,21 +81,18 @@ def test_another_file_is_refused(tmp_path):
         Calibration.load(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"layers": {"0": {"shape": [2, 32], "k": {}, "v": {}}}, "model": "", "tokens": 0},
-        {"layers": {"x": {"shape": [2, 32, 16], "k": {}, "v": {}}}, "model": "", "tokens": 0},
-        {
-            "layers": {"0": {"shape": [2, 32, 16], "k": {"a": ["b"]}, "v": {}}},
-            "model": "",
-            "tokens": 0,
-        },
-        {"layers": [], "model": "", "tokens": 0},
-        {"layers": {}, "model": 1, "tokens": 0},
-        {"layers": {}, "model": ""},
-    ],
-)
+@pytest.mark.parametrize("broken", [
+    {"layers": {"0": {"shape": [2, 32], "k": {}, "v": {}}}, "model": "", "tokens": 0},
+    {"layers": {"x": {"shape": [2, 32, 16], "k": {}, "v": {}}}, "model": "", "tokens": 0},
+    {
+        "layers": {"0": {"shape": [2, 32, 16], "k": {"a": ["b"]}, "v": {}}},
+        "model": "",
+        "tokens": 0,
+    },
+    {"layers": [], "model": "", "tokens": 0},
+    {"layers": {}, "model": 1, "tokens": 0},
+    {"layers": {}, "model": ""},
+])  # fmt: skip
 def test_wrong_headers_are_refused(broken, tmp_path):
     from kvpact.calibration.base import write_file
 

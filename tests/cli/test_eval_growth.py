@@ -9,7 +9,7 @@ from tests.helpers.tiny_llama import tiny_llama
 from transformers import DynamicCache
 
 from kvpact.data import book_path
-from kvpact.integrations.transformers.recent import recent_cache
+from kvpact.evaluate.recent import recent_cache
 from kvpact.integrations.transformers.versions import named
 
 BUDGETS = "450kB,140kB"
@@ -47,9 +47,8 @@ def test_what_can_t_go_with_a_budget(model_folder):
     assert "give a SPEC, or --budget" in bad("eval")
     args = ("--model", model_folder, "--tokens", 600)
     assert "'much' is no number of bytes" in bad("eval", "--budget", "much", *args)
-    assert "600 tokens in chunks of 256 show no growth" in bad(
-        "eval", "--budget", "1MB", "--chunk", 256, *args
-    )
+    chunks = ("--budget", "1MB", "--chunk", 256)
+    assert "600 tokens in chunks of 256 show no growth" in bad("eval", *chunks, *args)
     assert "has no room for 64 tokens" in bad("eval", "--budget", "9kB", *args)
 
 

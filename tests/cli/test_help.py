@@ -44,11 +44,8 @@ def test_the_list_says_what_the_docstring_says(name):
     """Read without importing: the list is there before a command's module is."""
     module, _, function = COMMANDS[name].target.partition(":")
     source = Path(kvpact.cli.__file__).with_name(f"{module}.py").read_text("utf-8")
-    (found,) = (
-        node
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == function
-    )
+    defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    (found,) = (node for node in defined if node.name == function)
     assert ast.get_docstring(found).partition("\n")[0] == COMMANDS[name].summary
 
 
@@ -95,10 +92,8 @@ def completed(line):
     """What bash is told to offer behind a line."""
     words = line.split(" ")
     env = {
-        "_KVPACT_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
-    }
+        "_KVPACT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1),
+    }  # fmt: skip
     return CliRunner().invoke(app, [], prog_name="kvpact", env=env).stdout.split()
 
 

@@ -10,7 +10,6 @@ from commands import invoke, passed
 from fake_llama import write
 
 from kvpact.cli.commands import COMMANDS
-from kvpact.data import book_path
 
 NONE = type(None)
 ANY = object()
@@ -132,12 +131,8 @@ def unlike(value, schema, where):
         return next(filter(None, found), None)
     if isinstance(value, bool) and schema is not bool:
         return where
-    return (
-        None
-        if isinstance(value, int if schema is float else schema)
-        or (schema is float and isinstance(value, float))
-        else f"{where}: {value!r}"
-    )
+    good = isinstance(value, (int, float) if schema is float else schema)
+    return None if good else f"{where}: {value!r}"
 
 
 def document(name, *args):
@@ -150,17 +145,9 @@ def document(name, *args):
     return found
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(book_path().read_text("utf-8")[:700], encoding="utf-8")
-    return path
-
-
 def test_every_command_has_a_document():
-    assert {name for name, entry in COMMANDS.items() if entry.target} == {*DOCUMENTS} - {
-        "methods NAME"
-    }
+    commands = {name for name, entry in COMMANDS.items() if entry.target}
+    assert commands == {*DOCUMENTS} - {"methods NAME"}
 
 
 def test_size(model_folder):
@@ -195,14 +182,13 @@ def test_llama_cpp(tmp_path, monkeypatch):
     assert document("llama-cpp check", bare)["operations"] is None
 
 
-def test_eval_recommend_and_demo(model_folder, text, tmp_path):
-    args = ("--model", model_folder, "--text", text, "--tokens", 300, "--chunk", 64)
+def test_eval_recommend_and_demo(model_folder, book_text, tmp_path):
+    args = ("--model", model_folder, "--text", book_text, "--tokens", 300, "--chunk", 64)
     found = document("eval", "int:bits=4", *args, "--ablation", "--free-running", 4)
     assert found["rows"][0]["spec"] == "none" and len(found["rows"]) == 4
     assert found["rows"][1]["kl_mean"] > 0 and len(found["free_running"]) == 1
     assert found["files"] == found["summary"] == found["tasks"] == []
-    found = document("recommend", model_folder, "--text", text, "--tokens", 300, "--context", 4096,
-                     "--out", tmp_path)  # fmt: skip
+    found = document("recommend", model_folder, *args[2:6], "--context", 4096, "--out", tmp_path)
     assert found["files"][1] == str(tmp_path / "recommend.json")
     written = json.loads((tmp_path / "recommend.json").read_text("utf-8"))
     assert {**written, "files": found["files"]} == found
@@ -211,9 +197,9 @@ def test_eval_recommend_and_demo(model_folder, text, tmp_path):
     assert caches == ["none", "trellis:bits=4", "trellis:bits=2"]
 
 
-def test_generate_snapshots_and_stores(model_folder, text, tmp_path):
+def test_generate_snapshots_and_stores(model_folder, book_text, tmp_path):
     model = ("--model", model_folder)
-    args = ("--file", text, *model, "--max-new-tokens", 4)
+    args = ("--file", book_text, *model, "--max-new-tokens", 4)
     assert document("generate", *args)["prefix"] is None
     args += ("--spec", "turboquant:bits=4")
     found = document("generate", *args, "--prefix-store", tmp_path / "store")
@@ -225,19 +211,17 @@ def test_generate_snapshots_and_stores(model_folder, text, tmp_path):
     path = tmp_path / "a.kv"
     saved = document("snapshot save", "Once upon a time", "--out", path, *model)
     assert saved["bytes"] == path.stat().st_size and saved["tokens"] == 16
-    assert (
-        document("snapshot verify", path, path)["good"]
-        == [{"file": str(path), "tokens": 16, "bytes": saved["bytes"]}] * 2
-    )
+    good = {"file": str(path), "tokens": 16, "bytes": saved["bytes"]}
+    assert document("snapshot verify", path, path)["good"] == [good] * 2
     assert len(document("snapshot show", path)["layers"]) == 2
     found = document("snapshot restore", path, *model, "--max-new-tokens", 4)
     assert (found["restored_tokens"], found["new_tokens"]) == (16, 4)
 
 
-def test_calibrate(model_folder, text, tmp_path):
-    found = document("calibrate", model_folder, "--text", text, "--tokens", 600, "--spec", "pca",
-                     "--out", tmp_path / "a.calibration")  # fmt: skip
-    assert found["bytes"] == (tmp_path / "a.calibration").stat().st_size
+def test_calibrate(model_folder, book_text, tmp_path):
+    path, text = tmp_path / "a.calibration", ("--text", book_text, "--tokens", 600)
+    found = document("calibrate", model_folder, *text, "--spec", "pca", "--out", path)
+    assert found["bytes"] == path.stat().st_size
     assert found["k"] == found["v"] == ["pca/1"]
 
 
@@ -250,7 +234,5 @@ def test_an_error_leaves_stdout_empty(tmp_path):
 def test_no_document_holds_what_json_has_not():
     from kvpact.files import json_ready
 
-    assert json_ready({"a": [float("nan"), (float("inf"), 1)], "b": 2.5}) == {
-        "a": [None, [None, 1]],
-        "b": 2.5,
-    }
+    found = json_ready({"a": [float("nan"), (float("inf"), 1)], "b": 2.5})
+    assert found == {"a": [None, [None, 1]], "b": 2.5}

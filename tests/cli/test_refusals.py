@@ -20,26 +20,21 @@ def test_more_layers_than_there_can_be(layers):
     assert "num_layers" in refused("size", "int:bits=4", *shape, "--layers", layers)
 
 
-SHAPE = ("--layers", 2, "--kv-heads", 2, "--head-dim", 16)
-
-
 @pytest.mark.parametrize(
     "option", [("--tokens", "0"), ("--tokens", "0k"), ("--batch", 0), ("--batch", 10**20)]
 )
 def test_caches_that_can_not_be(option):
-    assert " ".join(map(str, option)) in refused("size", "int:bits=4", *SHAPE, *option)
+    shape = ("--layers", 2, "--kv-heads", 2, "--head-dim", 16)
+    assert " ".join(map(str, option)) in refused("size", "int:bits=4", *shape, *option)
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"num_attention_heads": 0}, "can't load the config"),
-        ({"num_key_value_heads": 0}, "can't be found without weights"),
-        ({"num_hidden_layers": 0}, "tells of 0 layers"),
-        ({"num_hidden_layers": 10**9}, "tells of 1000000000 layers"),
-        ({"hidden_size": "wide"}, "can't load the config"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "told"), [
+    ({"num_attention_heads": 0}, "can't load the config"),
+    ({"num_key_value_heads": 0}, "can't be found without weights"),
+    ({"num_hidden_layers": 0}, "tells of 0 layers"),
+    ({"num_hidden_layers": 10**9}, "tells of 1000000000 layers"),
+    ({"hidden_size": "wide"}, "can't load the config"),
+])  # fmt: skip
 def test_configs_of_models_that_can_not_be(tmp_path, changed, told):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
@@ -76,10 +71,9 @@ def test_a_server_is_named_as_it_is_reached(monkeypatch):
     from kvpact.stores import RedisStore
 
     monkeypatch.setattr(redis.Redis, "ping", lambda self: True)
-    with RedisStore("redis://") as store:
-        assert repr(store) == "RedisStore('localhost:6379')"
-    with RedisStore("redis:///3") as store:
-        assert repr(store) == "RedisStore('localhost:6379')"
+    for url in ("redis://", "redis:///3"):
+        with RedisStore(url) as store:
+            assert repr(store) == "RedisStore('localhost:6379')"
 
 
 def test_a_failed_command_leaves_no_folder(tmp_path):

@@ -7,25 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from commands import bad, good
 from tiny_configs import SIZES, gemma3
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    FalconH1Config,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Lfm2Config,
-    LlamaConfig,
-    Qwen3NextConfig,
-)
 
 import kvpact
 from kvpact.data import model_table
 from kvpact.errors import GeometryError
 from kvpact.integrations.sizes import PARTS, SPECS, layers_of, not_planned, planned
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 from kvpact.integrations.transformers.versions import named
 
 # --- a geometry ------------------------------------------------------------------------------
@@ -72,8 +63,7 @@ def test_size_counts_what_codecs_learn(spec, dtype):
 def test_size_of_a_geometry_tells_the_parts():
     shape = ("--layers", 30, "--kv-heads", 3, "--head-dim", 64)
     out = good("size", "none", "q8_0", *shape, "--tokens", "8k")
-    assert "188.74 MB" in out and "100.0 %" in out
-    assert "8.500" in out and "53.1 %" in out
+    assert "188.74 MB" in out and "100.0 %" in out and "8.500" in out and "53.1 %" in out
     assert "30 x full attention: 3 KV heads, widths 64 and 64" in out
     assert good("size", "none", "q8_0", *shape, "--tokens", 8192) == out
 
@@ -103,28 +93,30 @@ SMALL = {
 }  # fmt: skip
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 MODELS = {
-    "llama": lambda: LlamaConfig(**SMALL, head_dim=24),
-    "sliding": lambda: Gemma3TextConfig(
+    "llama": lambda: transformers.LlamaConfig(**SMALL, head_dim=24),
+    "sliding": lambda: transformers.Gemma3TextConfig(
         **SMALL, head_dim=16, sliding_window=16, layer_types=SLIDING
     ),
-    "shared": lambda: Gemma3nTextConfig(
+    "shared": lambda: transformers.Gemma3nTextConfig(
         **{**SMALL, "num_hidden_layers": 4}, head_dim=16, sliding_window=16, num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=4,
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
         activation_sparsity_pattern=[0.0] * 4,
     ),
-    "latent": lambda: DeepseekV3Config(
+    "latent": lambda: transformers.DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4}, kv_lora_rank=32, q_lora_rank=16, v_head_dim=16,
         qk_rope_head_dim=16, qk_nope_head_dim=16, first_k_dense_replace=3,
     ),
-    "convolutions": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
-    "linear": lambda: Qwen3NextConfig(
+    "convolutions": lambda: transformers.Lfm2Config(
+        **SMALL, layer_types=["conv", "full_attention", "conv"]
+    ),
+    "linear": lambda: transformers.Qwen3NextConfig(
         **SMALL, head_dim=16, linear_num_value_heads=2, linear_num_key_heads=2, num_experts=2,
         linear_key_head_dim=16, linear_value_head_dim=16, num_experts_per_tok=1,
         moe_intermediate_size=16, shared_expert_intermediate_size=16,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
-    "hybrid": lambda: FalconH1Config(
+    "hybrid": lambda: transformers.FalconH1Config(
         **SMALL, head_dim=16, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
         mamba_chunk_size=8,
     ),
@@ -145,7 +137,7 @@ def test_size_of_a_model_is_what_its_cache_holds(name, tmp_path):
     torch.manual_seed(0)
     config = MODELS[name]()
     config.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     specs, rows, tokens = ("int:bits=4", "turboquant:bits=3"), 2, 70
     args = ("--tokens", tokens, "--batch", rows, "--dtype", "float32", "--json")
     document = json.loads(good("size", tmp_path, *specs, *args))
@@ -167,7 +159,7 @@ def test_size_of_packed_windows_is_what_they_hold(sliding, tokens, tmp_path):
     kinds = "sliding", "full", "sliding"
     config = gemma3({**SIZES, "max_position_embeddings": 2048}, *kinds, sliding_window=130)
     config.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = CompressedCache(model, "int:bits=8", sliding=sliding)
     with torch.no_grad():
         model(torch.arange(2 * tokens).view(2, -1) % 128, **named(cache))
@@ -214,7 +206,7 @@ def test_a_shape_leaves_the_config_alone():
 
 def test_a_call_takes_what_is_at_hand():
     config = MODELS["sliding"]()
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     found = kvpact.size(config, "int:bits=4", 200, batch=2)
     assert kvpact.size(model, ["int4"], "200", batch=2).rows[0].total == found.rows[0].total
     (row,) = found.rows
@@ -313,22 +305,19 @@ def test_a_known_model_in_four_bytes_is_asked_of_its_config():
 SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "no model is named"),
-        (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
-        (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
-        (("bogus", *SHAPE), "bogus"),
-        (("none", *SHAPE, "--head-dim", 0), "head_dim"),
-        (("none", *SHAPE, "--batch", 0), "--batch"),
-        (("none", *SHAPE, "--tokens", "-4"), "-4 is no number of tokens"),
-        (("none", *SHAPE, "--tokens", "4M"), "4M is no number of tokens"),
-        (("{tmp}/none", "none"), "no model folder"),
-        (("{tmp}/text.txt", "none"), "can't load the config"),
-        (("{tmp}/t5", "none"), "can't be found without weights"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), [
+    ((), "no model is named"),
+    (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
+    (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
+    (("bogus", *SHAPE), "bogus"),
+    (("none", *SHAPE, "--head-dim", 0), "head_dim"),
+    (("none", *SHAPE, "--batch", 0), "--batch"),
+    (("none", *SHAPE, "--tokens", "-4"), "-4 is no number of tokens"),
+    (("none", *SHAPE, "--tokens", "4M"), "4M is no number of tokens"),
+    (("{tmp}/none", "none"), "no model folder"),
+    (("{tmp}/text.txt", "none"), "can't load the config"),
+    (("{tmp}/t5", "none"), "can't be found without weights"),
+])  # fmt: skip
 def test_what_has_no_size_is_told(args, words, tmp_path):
     (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
     (tmp_path / "t5").mkdir()

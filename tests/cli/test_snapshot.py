@@ -7,7 +7,7 @@ import torch
 from commands import bad, passed
 from tiny_configs import gemma3
 from tiny_llama import ascii_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpact import CacheGeometry, Snapshot, create_cache
 from kvpact.snapshot import Identity
@@ -29,9 +29,8 @@ def test_save_and_show(saved, monkeypatch):
     shown = passed("snapshot", "show", saved).stdout
     for text in ("turboquant:bits=4", "alice", "float32", "packed slots", "window"):
         assert text in shown
-    rows = {
-        line.split("  ")[0].strip(): line.split()[-1] for line in shown.splitlines() if line.split()
-    }
+    lines = [line for line in shown.splitlines() if line.split()]
+    rows = {line.split("  ")[0].strip(): line.split()[-1] for line in lines}
     assert rows["tokens"] == str(len(TEXT)) and rows["layers"] == "2" and rows["KV heads"] == "2"
     data = json.loads(passed("snapshot", "show", saved, "--json").stdout)
     assert data["identity"]["tenant"] == "alice" and len(data["identity"]["model"]) == 64
@@ -90,8 +89,6 @@ def test_restore_goes_on_as_generate_does(saved, model_folder):
 
 
 def test_restore_refuses_other_models_and_tenants(saved, model_folder, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     options = ("--max-new-tokens", 2)
     refused = bad("snapshot", "restore", saved, "--model", model_folder, *options)
     assert "tenant is 'alice', not None" in refused
@@ -107,15 +104,12 @@ def test_restore_refuses_other_models_and_tenants(saved, model_folder, tmp_path)
     bad("snapshot", "restore", broken, "--model", model_folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("[/x]", "[/x]"),
-        ("[red]a[/red]\\", "[red]a[/red]\\"),
-        ("a\x1b]0;owned\x07b", r"a\x1b]0;owned\x07b"),
-        ("a\u202eb\x9bc\nd", r"a\u202eb\x9bc\nd"),
-    ],
-)
+@pytest.mark.parametrize(("name", "shown"), [
+    ("[/x]", "[/x]"),
+    ("[red]a[/red]\\", "[red]a[/red]\\"),
+    ("a\x1b]0;owned\x07b", r"a\x1b]0;owned\x07b"),
+    ("a\u202eb\x9bc\nd", r"a\u202eb\x9bc\nd"),
+])  # fmt: skip
 def test_what_a_snapshot_says_does_not_steer_the_terminal(name, shown, model_folder, tmp_path):
     """Its maker chooses the names: they are printed as they stand, and nothing else."""
     cache = create_cache("int:bits=4", CacheGeometry(1, 1, 4))
@@ -198,14 +192,11 @@ def test_a_store_that_can_not_be_reached_costs_nothing_but_time(model_folder):
     assert figure(result.stdout, "from the store") == "0"
 
 
-@pytest.mark.parametrize("spec", [(), ("--spec", "vq")], ids=["the default", "vq"])
-def test_prefixes_of_methods_that_learn_need_a_calibration(model_folder, tmp_path, spec):
-    error = bad("generate", TEXT, "--model", model_folder, *spec, "--prefix-store", tmp_path)
-    assert "--calibration" in error and "turboquant" in error and "loading" not in error
-
-
-def test_what_the_layers_of_a_recipe_learn_is_told_too(model_folder, tmp_path):
+def test_prefixes_of_methods_that_learn_need_a_calibration(model_folder, tmp_path):
+    options = ("--model", model_folder, "--prefix-store", tmp_path / "store")
+    for spec in ((), ("--spec", "vq")):
+        error = bad("generate", TEXT, *spec, *options)
+        assert "--calibration" in error and "turboquant" in error and "loading" not in error
     recipe = tmp_path / "plan.toml"
     recipe.write_text('default = "vq"\n', encoding="utf-8")
-    options = ("--model", model_folder, "--spec", recipe, "--prefix-store", tmp_path / "store")
-    assert "not fitted" in bad("generate", TEXT, *options)
+    assert "not fitted" in bad("generate", TEXT, "--spec", recipe, *options)

@@ -1,15 +1,9 @@
 """``kvpact store ls|stats|gc``."""
 
 import pytest
-from commands import bad
-from typer.testing import CliRunner
+from commands import bad, good, invoke, passed
 
-from kvpact.cli.app import app
 from kvpact.stores import DirectoryStore
-
-
-def invoke(*args, **options):
-    return CliRunner().invoke(app, ["store", *map(str, args)], **options)
 
 
 @pytest.fixture
@@ -21,16 +15,14 @@ def folder(tmp_path):
 
 
 def test_ls_prints_the_keys(folder):
-    result = invoke("ls", folder)
-    assert result.exit_code == 0
-    assert result.stdout.split() == [f"k{index:02}" for index in range(12)]
-    assert invoke("ls", folder.as_uri()).stdout == result.stdout
+    listed = good("store", "ls", folder)
+    assert listed.split() == [f"k{index:02}" for index in range(12)]
+    assert good("store", "ls", folder.as_uri()) == listed
 
 
 def test_stats_prints_entries_and_bytes(folder):
-    result = invoke("stats", folder)
-    assert result.exit_code == 0
-    line = next(line for line in result.stdout.splitlines() if "DirectoryStore" in line)
+    lines = good("store", "stats", folder).splitlines()
+    line = next(line for line in lines if "DirectoryStore" in line)
     assert line.split()[-5:] == ["12", "12.76", "kB", "1.06", "kB"]
 
 
@@ -42,16 +34,14 @@ def test_gc_removes_and_says_so(folder):
     file = min(folder.glob("blobs/*/*"))
     file.write_bytes(b"damaged")
     (folder / "tmp" / "left").write_bytes(b"torn")
-    result = invoke("gc", folder, "--verify")
-    assert result.exit_code == 0
+    result = passed("store", "gc", folder, "--verify")
     assert (row(result.stdout, "damaged"), row(result.stdout, "leftovers")) == ("1", "1")
     assert result.stderr == ""
-    result = invoke("gc", folder, "--max-bytes", 5000)
-    assert row(result.stdout, "evicted") == "7" and "7.44 kB freed" in result.stdout
-    assert len(invoke("ls", folder).stdout.split()) == 4
-    result = invoke("gc", folder, "--ttl", 1e-9)
-    assert row(result.stdout, "expired") == "4"
-    assert invoke("ls", folder).stdout == ""
+    told = good("store", "gc", folder, "--max-bytes", 5000)
+    assert row(told, "evicted") == "7" and "7.44 kB freed" in told
+    assert len(good("store", "ls", folder).split()) == 4
+    assert row(good("store", "gc", folder, "--ttl", 1e-9), "expired") == "4"
+    assert good("store", "ls", folder) == ""
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "gc"])
@@ -65,7 +55,7 @@ def test_what_is_no_store_is_one_line(tmp_path, command):
 def test_a_server_that_is_away_is_said(start_server, tmp_path):
     server = start_server(tmp_path)
     env = {"KVPACT_STORE_PASSWORD": server.password}
-    assert invoke("stats", server.url, env=env).exit_code == 0
+    assert invoke("store", "stats", server.url, env=env).exit_code == 0
     assert "refuses user or password" in bad("store", "stats", server.url)
     server.kill()
     for command in ("ls", "stats", "gc"):

@@ -7,38 +7,19 @@ from one_layer import normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpact import (
-    CompressedKV,
-    Hybrid,
-    KVCacheCompressor,
-    LowRank,
-    Spec,
-    VectorQuantization,
-    parse_spec,
-)
+import kvpact
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.testing.held import held_bytes, same_bytes
 
 # Limits of the normalised error of N(0, 1) tokens.
 METHODS = {
-    "none": 0.0,
-    "fp8": 0.001,
-    "int:bits=4": 0.01,
-    "turboquant:bits=3": 0.04,
-    "turboquant:bits=3,mode=prod": 0.08,
-    "turboquant:bits=3,center=64": 0.04,
-    "kivi:bits=4": 0.01,
-    "kvarn:bits=4": 0.01,
-    "int:bits=8/turboquant:bits=4": 0.011,
-    "q8_0": 0.0001,
-    "lowrank:rank=200": 0.0,
-    "lowrank:rank=32,per_head=false": 0.75,
-    "lowrank:energy=0.9": 0.11,
-    "vq": 0.12,
-    "vq:codebook_size=60,dims=3,stages=2": 0.014,
-    "hybrid:rank=200": 0.02,
+    "none": 0.0, "fp8": 0.001, "int:bits=4": 0.01, "turboquant:bits=3": 0.04,
+    "turboquant:bits=3,mode=prod": 0.08, "turboquant:bits=3,center=64": 0.04, "kivi:bits=4": 0.01,
+    "kvarn:bits=4": 0.01, "int:bits=8/turboquant:bits=4": 0.011, "q8_0": 0.0001,
+    "lowrank:rank=200": 0.0, "lowrank:rank=32,per_head=false": 0.75, "lowrank:energy=0.9": 0.11,
+    "vq": 0.12, "vq:codebook_size=60,dims=3,stages=2": 0.014, "hybrid:rank=200": 0.02,
     "hybrid:rank=64,quant_bits=8": 0.4,
-}
+}  # fmt: skip
 GROUPED = {"turboquant:bits=3,center=64": 64, "kivi:bits=4": 32, "kvarn:bits=4": 128}
 each_method = pytest.mark.parametrize("method", METHODS)
 each_class = pytest.mark.parametrize("method", class_specs(METHODS))
@@ -48,7 +29,7 @@ each_class = pytest.mark.parametrize("method", class_specs(METHODS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_there_and_back(method: str, dtype: torch.dtype):
     k, v = normal(2, 3, 141, 80).to(dtype), normal(2, 3, 141, 64, seed=1).to(dtype)
-    compressor = KVCacheCompressor(method)
+    compressor = kvpact.KVCacheCompressor(method)
     compressed = compressor.compress_kv(k, v)
     again = compressor.decompress_kv(compressed)
     assert (compressed.tokens, compressed.dtype, compressed.layout) == (141, dtype, "batched")
@@ -77,7 +58,7 @@ class Made(TorchDispatchMode):
 
 @each_class
 def test_an_append_costs_the_same_however_much_is_held(method: str):
-    compressor, x, sizes = KVCacheCompressor(method), normal(1, 2, 1, 64), []
+    compressor, x, sizes = kvpact.KVCacheCompressor(method), normal(1, 2, 1, 64), []
     for held in (1280, 5120):
         compressed = compressor.compress_kv(normal(1, 2, held, 64), normal(1, 2, held, 64))
         with Made() as made:
@@ -90,8 +71,10 @@ def test_an_append_costs_the_same_however_much_is_held(method: str):
 @each_class
 def test_an_append_shares_full_segments_and_writes_to_none_that_another_has(method: str):
     x = normal(1, 2, 1, 64)
-    first = KVCacheCompressor(method).compress_kv(normal(1, 2, 700, 64), normal(1, 2, 700, 64))
-    for held in (first, CompressedKV.from_bytes(first.to_bytes())):
+    first = kvpact.KVCacheCompressor(method).compress_kv(
+        normal(1, 2, 700, 64), normal(1, 2, 700, 64)
+    )
+    for held in (first, kvpact.CompressedKV.from_bytes(first.to_bytes())):
         before, steps = held.to_bytes(), [held]
         for _ in range(3):
             steps.append(steps[-1].append(x, x, bound=1))
@@ -108,14 +91,14 @@ def test_an_append_shares_full_segments_and_writes_to_none_that_another_has(meth
 
 @each_method
 def test_appends_to_one_and_the_same_stay_apart(method: str):
-    compressor = KVCacheCompressor(method)
+    compressor = kvpact.KVCacheCompressor(method)
     tokens = [normal(1, 2, n, 64, seed=n) for n in (200, 30, 140, 7)]
     first = compressor.compress_kv(tokens[0], tokens[0]).append(tokens[1], tokens[1], bound=1)
     before = first.to_bytes()
     longer = [first.append(x, x, bound=1) for x in tokens[2:]]
     assert first.to_bytes() == before
     for other, x in zip(longer, tokens[2:], strict=True):
-        alone = CompressedKV.from_bytes(before).append(x, x, bound=1)
+        alone = kvpact.CompressedKV.from_bytes(before).append(x, x, bound=1)
         k, v = other.decompress()
         assert same_bytes(k, alone.decompress()[0]) and same_bytes(v, alone.decompress()[1])
         assert held_bytes(other) == other.nbytes
@@ -124,7 +107,7 @@ def test_appends_to_one_and_the_same_stay_apart(method: str):
 @each_method
 def test_without_a_batch(method: str):
     k, v = normal(3, 70, 64), normal(3, 70, 96, seed=1)
-    compressor = KVCacheCompressor(method)
+    compressor = kvpact.KVCacheCompressor(method)
     compressed = compressor.compress_kv_3d(k, v)
     assert (compressed.k_shape, compressed.v_shape) == (k.shape, v.shape)
     unbatched, batched = (f(compressed) for f in (compressor.decompress_kv_3d,
@@ -138,8 +121,8 @@ def test_without_a_batch(method: str):
 @pytest.mark.parametrize("method", [m for m in METHODS if not m.startswith(("low", "vq", "hyb"))])
 def test_pieces_are_the_whole(method: str):
     k, v = normal(1, 2, 200, 64), normal(1, 2, 200, 64, seed=1)
-    whole = KVCacheCompressor(method).compress_kv(k, v)
-    pieces = KVCacheCompressor(method).compress_kv(k[:, :, :7], v[:, :, :7])
+    whole = kvpact.KVCacheCompressor(method).compress_kv(k, v)
+    pieces = kvpact.KVCacheCompressor(method).compress_kv(k[:, :, :7], v[:, :, :7])
     for start, end in ((7, 100), (100, 101), (101, 200)):
         pieces = pieces.append(k[:, :, start:end], v[:, :, start:end])
     assert whole.tensors().keys() == pieces.tensors().keys()
@@ -153,22 +136,19 @@ def rank(*shape: int, of: int, seed: int) -> Tensor:
 def test_a_basis_is_extended_when_new_tokens_leave_it():
     k, v = rank(1, 2, 100, 64, of=8, seed=1), rank(1, 2, 100, 64, of=8, seed=3)
     more = rank(1, 2, 50, 64, of=4, seed=5)
-    first = KVCacheCompressor(LowRank(rank=8)).compress_kv(k, v)
+    first = kvpact.KVCacheCompressor(kvpact.LowRank(rank=8)).compress_kv(k, v)
     same = first.append(k[:, :, :50], v[:, :, :50])
     assert same.tensors()["k.state.basis"].shape[-1] == 8
     extended = first.append(more, v[:, :, :50])
     assert extended.tensors()["k.state.basis"].shape[-1] in range(9, 13)
-    assert extended.tensors()["v.state.basis"].shape[-1] == 8
-    assert extended.error.k < 1e-3
+    assert extended.tensors()["v.state.basis"].shape[-1] == 8 and extended.error.k < 1e-3
     got = extended.decompress()[0]
     torch.testing.assert_close(got[:, :, :100], first.decompress()[0], rtol=0, atol=1e-5)
     frozen = first.append(more, v[:, :, :50], bound=1.0)
-    assert frozen.tensors()["k.state.basis"].shape[-1] == 8
-    assert frozen.error.k > 0.1
+    assert frozen.tensors()["k.state.basis"].shape[-1] == 8 and frozen.error.k > 0.1
     # An impossible bound ends at the full width.
     full = first.append(normal(1, 2, 80, 64), v[:, :, :80], bound=0.0)
-    assert full.tensors()["k.state.basis"].shape[-1] == 64
-    assert full.error.k < 1e-8
+    assert full.tensors()["k.state.basis"].shape[-1] == 64 and full.error.k < 1e-8
     with pytest.raises(GeometryError):
         first.append(more, v[:, :, :50], bound=2.0)
 
@@ -176,7 +156,7 @@ def test_a_basis_is_extended_when_new_tokens_leave_it():
 def test_a_refused_append_changes_nothing():
     k, v = normal(1, 2, 40, 64), normal(1, 2, 40, 64, seed=1)
     for method in ("int:bits=4", "hybrid:rank=64"):
-        compressed = KVCacheCompressor(method).compress_kv(k, v)
+        compressed = kvpact.KVCacheCompressor(method).compress_kv(k, v)
         with pytest.raises(NonFiniteError):
             compressed.append(k, v * 1e30)
         assert compressed.tokens == 40
@@ -184,21 +164,22 @@ def test_a_refused_append_changes_nothing():
 
 def test_quant_bits_fill_in_for_a_hybrid_without():
     bits = [
-        (side.quant_bits if isinstance(side, Hybrid) else None)
+        (side.quant_bits if isinstance(side, kvpact.Hybrid) else None)
         for text in ("hybrid", "hybrid:rank=8", "hybrid:quant_bits=4", "vq/hybrid")
-        for side in [KVCacheCompressor(text, quant_bits=8).spec.value]
+        for side in [kvpact.KVCacheCompressor(text, quant_bits=8).spec.value]
     ]
     assert bits == [8, 8, 4, 8]
-    assert KVCacheCompressor(Hybrid(quant_bits=4), quant_bits=8).spec.key.quant_bits == 4
-    assert KVCacheCompressor("vq").quant_bits == 8
-    spec = KVCacheCompressor("hybrid/hybrid:quant_bits=4", quant_bits=8).spec
+    spec = kvpact.KVCacheCompressor(kvpact.Hybrid(quant_bits=4), quant_bits=8).spec
+    assert spec.key.quant_bits == 4
+    assert kvpact.KVCacheCompressor("vq").quant_bits == 8
+    spec = kvpact.KVCacheCompressor("hybrid/hybrid:quant_bits=4", quant_bits=8).spec
     assert (spec.key.quant_bits, spec.value.quant_bits) == (8, 4)
 
 
 @pytest.mark.parametrize(
-    "method", [LowRank(rank=3), VectorQuantization(seed=1), parse_spec("q8_0")]
+    "method", [kvpact.LowRank(rank=3), kvpact.VectorQuantization(seed=1), kvpact.parse_spec("q8_0")]
 )
 def test_method_is_what_was_given(method):
-    assert KVCacheCompressor(method).method == method
-    spec = method if isinstance(method, Spec) else Spec(method, method)
-    assert KVCacheCompressor(str(spec)).method == spec
+    assert kvpact.KVCacheCompressor(method).method == method
+    spec = method if isinstance(method, kvpact.Spec) else kvpact.Spec(method, method)
+    assert kvpact.KVCacheCompressor(str(spec)).method == spec

@@ -93,14 +93,11 @@ def test_no_outliers_no_exact_copies():
 # Vector quantisation learns its words.
 
 
-@pytest.mark.parametrize(
-    ("method", "bits"),
-    [
-        (VectorQuantization(), 2),
-        (VectorQuantization(codebook_size=16, dims=2), 2),
-        (VectorQuantization(codebook_size=16, stages=2), 2),
-    ],
-)
+@pytest.mark.parametrize(("method", "bits"), [
+    (VectorQuantization(), 2),
+    (VectorQuantization(codebook_size=16, dims=2), 2),
+    (VectorQuantization(codebook_size=16, stages=2), 2),
+])  # fmt: skip
 def test_two_bits_of_gaussian_data(method: VectorQuantization, bits: int):
     k, v = normal(1, 8, 1024, 128), normal(1, 8, 1024, 128, seed=1)
     k_error, v_error, compressed = errors(method, k, v)

@@ -29,10 +29,8 @@ def test_round_trip(method: str, tokens: int, tmp_path):
     again = CompressedKV.load(tmp_path / "a.safetensors")
     assert (again.spec, again.layout, again.error) == (given.spec, given.layout, given.error)
     assert (again.k_shape, again.v_shape, again.dtype) == (
-        given.k_shape,
-        given.v_shape,
-        given.dtype,
-    )
+        given.k_shape, given.v_shape, given.dtype,
+    )  # fmt: skip
     assert given.tensors().keys() == again.tensors().keys()
     assert all(same_bytes(x, again.tensors()[name]) for name, x in given.tensors().items())
     for x, y in zip(given.decompress(), again.decompress(), strict=True):
@@ -79,26 +77,23 @@ def rewritten(path, change) -> None:
     Container.build(FORMAT, VERSION, manifest, list(tensors.items()), runs).save(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda manifest, tensors: manifest.update(slots=99), "slots of version 99"),
-        (lambda manifest, tensors: manifest.update(layout="square"), "manifest.layout"),
-        (lambda manifest, tensors: manifest.update(batch=3), "damaged: rows"),
-        (lambda manifest, tensors: manifest.update(batch="2"), "damaged: manifest.batch"),
-        (lambda manifest, tensors: manifest.update(dtype="int8"), "manifest.dtype"),
-        (lambda manifest, tensors: manifest.pop("spec"), "damaged: manifest"),
-        (lambda manifest, tensors: manifest["k"].pop("packed"), "manifest.k"),
-        (lambda manifest, tensors: manifest["k"].update(packed=10**9), "unlike length"),
-        (lambda manifest, tensors: manifest["k"].update(packed=-1), "manifest.k.packed"),
-        (lambda manifest, tensors: manifest["k"].update(energy="much"), "manifest.k.energy"),
-        (lambda manifest, tensors: manifest["v"].update(open=1), "K and V of unlike length"),
-        (lambda manifest, tensors: manifest["v"].update(dim=10**6), ""),
-        (lambda manifest, tensors: manifest.update(k=[]), "manifest.k"),
-        (lambda manifest, tensors: tensors.pop("k.slots.coefficients"), "the tensors are"),
-        (lambda manifest, tensors: tensors.update(other=torch.zeros(1)), "unknown tensors"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda manifest, tensors: manifest.update(slots=99), "slots of version 99"),
+    (lambda manifest, tensors: manifest.update(layout="square"), "manifest.layout"),
+    (lambda manifest, tensors: manifest.update(batch=3), "damaged: rows"),
+    (lambda manifest, tensors: manifest.update(batch="2"), "damaged: manifest.batch"),
+    (lambda manifest, tensors: manifest.update(dtype="int8"), "manifest.dtype"),
+    (lambda manifest, tensors: manifest.pop("spec"), "damaged: manifest"),
+    (lambda manifest, tensors: manifest["k"].pop("packed"), "manifest.k"),
+    (lambda manifest, tensors: manifest["k"].update(packed=10**9), "unlike length"),
+    (lambda manifest, tensors: manifest["k"].update(packed=-1), "manifest.k.packed"),
+    (lambda manifest, tensors: manifest["k"].update(energy="much"), "manifest.k.energy"),
+    (lambda manifest, tensors: manifest["v"].update(open=1), "K and V of unlike length"),
+    (lambda manifest, tensors: manifest["v"].update(dim=10**6), ""),
+    (lambda manifest, tensors: manifest.update(k=[]), "manifest.k"),
+    (lambda manifest, tensors: tensors.pop("k.slots.coefficients"), "the tensors are"),
+    (lambda manifest, tensors: tensors.update(other=torch.zeros(1)), "unknown tensors"),
+])  # fmt: skip
 def test_a_manifest_that_does_not_fit_is_refused_by_the_name_of_the_file(change, said, tmp_path):
     path = tmp_path / "x.safetensors"
     compressed(tokens=40).save(path)

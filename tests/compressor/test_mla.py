@@ -6,15 +6,7 @@ from compressed import same
 from one_layer import normal
 from torch import Tensor
 
-from kvpact import (
-    AttendConfig,
-    CacheGeometry,
-    CompressedKV,
-    KVCacheCompressor,
-    MLACache,
-    PagedKVCache,
-    create_cache,
-)
+import kvpact
 from kvpact.errors import CacheFull, DtypeError, GeometryError, LayerIndexError, SequenceError
 from kvpact.testing.data import by_name
 from kvpact.testing.held import held_bytes
@@ -22,12 +14,9 @@ from kvpact.testing.held import held_bytes
 RANK, ROPE = 64, 32
 # Groups of a cache leave its sinks out, so with groups slots stay as they are without sinks alone.
 METHODS = [
-    "none",
-    "int:bits=4",
-    "turboquant:bits=3,center=64,sinks=0",
-    "kivi:bits=2,sinks=0/fp8",
+    "none", "int:bits=4", "turboquant:bits=3,center=64,sinks=0", "kivi:bits=2,sinks=0/fp8",
     "kvarn:sinks=0",
-]
+]  # fmt: skip
 
 
 def latents(count: int, seed: int = 0, batch: int = 2) -> tuple[Tensor, Tensor]:
@@ -40,19 +29,18 @@ def latents(count: int, seed: int = 0, batch: int = 2) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("spec", METHODS)
 @pytest.mark.parametrize("count", [1, 33, 300])
 def test_packed_latents_go_there_and_back(spec: str, count: int, tmp_path):
-    cache = MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
+    cache = kvpact.MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
     c_kv, k_rope = latents(count)
     cache.store(1, k=c_kv, v=k_rope)
-    compressor = KVCacheCompressor(spec)
+    compressor = kvpact.KVCacheCompressor(spec)
     first = compressor.compress_mla_cache(cache, 1)
-    assert first.k_shape == (2, 1, count, RANK)
-    assert first.v_shape == (2, 1, count, ROPE)
+    assert first.k_shape == (2, 1, count, RANK) and first.v_shape == (2, 1, count, ROPE)
     # The same slots as of the latents themselves: nothing was expanded or quantised twice.
-    assert same(first, KVCacheCompressor(cache.specs[0]).compress_kv(c_kv, k_rope))
+    assert same(first, kvpact.KVCacheCompressor(cache.specs[0]).compress_kv(c_kv, k_rope))
     first.save(tmp_path / "x.safetensors")
-    first = CompressedKV.load(tmp_path / "x.safetensors")
+    first = kvpact.CompressedKV.load(tmp_path / "x.safetensors")
 
-    other = MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
+    other = kvpact.MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
     compressor.decompress_to_mla_cache(first, other, 1)
     assert other.seq_len(1) == count
     assert same(first, compressor.compress_mla_cache(other, 1))
@@ -62,15 +50,15 @@ def test_packed_latents_go_there_and_back(spec: str, count: int, tmp_path):
 
 def test_between_layouts():
     spec = "turboquant:bits=4"
-    plain = MLACache(spec, 1, RANK, ROPE, dtype=torch.float32)
+    plain = kvpact.MLACache(spec, 1, RANK, ROPE, dtype=torch.float32)
     plain.store(0, **by_name(*latents(100, batch=1)))
-    compressor = KVCacheCompressor(spec)
+    compressor = kvpact.KVCacheCompressor(spec)
     packed = compressor.compress_mla_cache(plain, 0)
-    paged = PagedKVCache(spec, CacheGeometry.mla(1, RANK, ROPE, torch.float32), 8)
+    paged = kvpact.PagedKVCache(spec, kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32), 8)
     seq = paged.allocate()
     compressor.decompress_to_mla_cache(packed, paged, 0, seq)
     assert same(packed, compressor.compress_mla_cache(paged, 0, seq))
-    back = MLACache(spec, 1, RANK, ROPE, dtype=torch.float32)
+    back = kvpact.MLACache(spec, 1, RANK, ROPE, dtype=torch.float32)
     compressor.decompress_to_mla_cache(packed, back, 0)
     # A cache that holds something takes the tokens through its own method.
     compressor.decompress_to_mla_cache(packed, back, 0)
@@ -79,10 +67,10 @@ def test_between_layouts():
 
 
 def test_another_method_takes_what_the_cache_gives():
-    cache = MLACache("int:bits=8", 1, RANK, ROPE)
+    cache = kvpact.MLACache("int:bits=8", 1, RANK, ROPE)
     c_kv, k_rope = latents(256)
     cache.store(0, k=c_kv, v=k_rope)
-    found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
+    found = kvpact.KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
     assert str(found.spec) == "turboquant:bits=4/int:bits=8"
     k, v = found.decompress()
     assert 0.005 < float((k - c_kv).square().sum() / c_kv.square().sum()) < 0.0125
@@ -90,9 +78,11 @@ def test_another_method_takes_what_the_cache_gives():
 
 
 def test_padding_is_not_lost_silently():
-    cache = MLACache("int:bits=4", 1, RANK, ROPE)
-    cache.store(0, **by_name(*latents(10)), config=AttendConfig(padding=torch.tensor([0, 3])))
-    compressor = KVCacheCompressor("int:bits=4")
+    cache = kvpact.MLACache("int:bits=4", 1, RANK, ROPE)
+    cache.store(
+        0, **by_name(*latents(10)), config=kvpact.AttendConfig(padding=torch.tensor([0, 3]))
+    )
+    compressor = kvpact.KVCacheCompressor("int:bits=4")
     with pytest.raises(GeometryError, match="rows with padding"):
         compressor.compress_mla_cache(cache, 0)
     cache.select(torch.tensor([0]))
@@ -100,10 +90,10 @@ def test_padding_is_not_lost_silently():
 
 
 def test_what_does_not_fit_is_named_and_changes_nothing():
-    compressor = KVCacheCompressor("int:bits=4")
-    heads = create_cache("int:bits=4", CacheGeometry(1, 1, RANK, ROPE))
-    cache = MLACache("int:bits=4", 2, RANK, ROPE, max_tokens=50)
-    paged = PagedKVCache("int:bits=4", CacheGeometry.mla(1, RANK, ROPE), 4)
+    compressor = kvpact.KVCacheCompressor("int:bits=4")
+    heads = kvpact.create_cache("int:bits=4", kvpact.CacheGeometry(1, 1, RANK, ROPE))
+    cache = kvpact.MLACache("int:bits=4", 2, RANK, ROPE, max_tokens=50)
+    paged = kvpact.PagedKVCache("int:bits=4", kvpact.CacheGeometry.mla(1, RANK, ROPE), 4)
     cache.store(0, **by_name(*latents(10)))
     packed = compressor.compress_mla_cache(cache, 0)
     with pytest.raises(GeometryError, match="no latents; use compress_kv"):
@@ -125,17 +115,17 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
         compressor.decompress_to_mla_cache(
             compressor.compress_kv(*(x[..., :16] for x in latents(5))), cache, 1
         )
-    many = KVCacheCompressor(cache.specs[0]).compress_kv(*latents(51))
+    many = kvpact.KVCacheCompressor(cache.specs[0]).compress_kv(*latents(51))
     with pytest.raises(CacheFull, match="51 tokens wanted, 50 allowed"):
         compressor.decompress_to_mla_cache(many, cache, 1)
-    one_row = KVCacheCompressor(cache.specs[0]).compress_kv(*latents(5, batch=1))
+    one_row = kvpact.KVCacheCompressor(cache.specs[0]).compress_kv(*latents(5, batch=1))
     with pytest.raises(GeometryError, match="batch 1, but other layers hold 2"):
         compressor.decompress_to_mla_cache(one_row, cache, 1)
     assert (held_bytes(cache), held_bytes(paged)) == before
 
 
 def test_latents_are_compressed_as_latents():
-    cache = MLACache("none", 1, 512, 64)
+    cache = kvpact.MLACache("none", 1, 512, 64)
     cache.store(0, k=normal(1, 1, 128, 512), v=normal(1, 1, 128, 64, seed=1))
-    found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
+    found = kvpact.KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
     assert found.nbytes == 128 * (512 // 2 + 2 + 64 + 4)

@@ -1,7 +1,5 @@
 """The native kernels give the compressor the torch bodies' bytes and numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

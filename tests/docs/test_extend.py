@@ -7,16 +7,9 @@ import torch
 from kvpact_pages.pages import DOCS
 
 import kvpact.testing
-from kvpact import CacheGeometry, create_cache, parse_spec
+from kvpact import CacheGeometry, create_cache, parse_spec, testing
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.registry import unregister_method
-from kvpact.testing import (
-    BackendContract,
-    CacheContract,
-    MethodContract,
-    example_specs,
-    random_tokens,
-)
 from kvpact.testing.data import by_name
 
 
@@ -37,26 +30,26 @@ def methods():
     unregister_method("log")
 
 
-class TestSign(MethodContract):
+class TestSign(testing.MethodContract):
     spec = "sign"
     max_relative_error = 0.66
 
 
-class TestLog(MethodContract):
+class TestLog(testing.MethodContract):
     spec = "log:bits=4"
     max_relative_error = 0.24
 
 
-class TestLogCache(CacheContract):
+class TestLogCache(testing.CacheContract):
     spec = "log:bits=4"
 
 
-class Native(BackendContract):
+class Native(testing.BackendContract):
     def make_backend(self):
         return CPU
 
 
-class Interpreted(BackendContract):
+class Interpreted(testing.BackendContract):
     max_error = 5e-4
 
     def make_backend(self):
@@ -87,14 +80,14 @@ def test_they_compute_what_torch_does(contract, spec):
 
 
 def test_the_method_is_in_the_table():
-    assert example_specs()["sign"] == 0.66
+    assert testing.example_specs()["sign"] == 0.66
 
 
 def test_attention_over_it_is_native_and_right():
     if reason := CPU.runs_here(torch.device("cpu")):
         pytest.skip(reason)
-    k, v = random_tokens(1, 2, 200, 64), random_tokens(1, 2, 200, 64, seed=1)
-    one = [random_tokens(1, heads, 1, 64, seed=2 + heads) for heads in (2, 2, 4)]
+    k, v = testing.random_tokens(1, 2, 200, 64), testing.random_tokens(1, 2, 200, 64, seed=1)
+    one = [testing.random_tokens(1, heads, 1, 64, seed=2 + heads) for heads in (2, 2, 4)]
     outputs = {}
     for backend in ("auto", "torch"):
         cache = create_cache("sign", CacheGeometry(1, 2, 64), backend=backend)

@@ -38,11 +38,8 @@ def test_the_instruction_sets_that_are_listed_are_those_that_there_are():
 def test_every_extra_is_listed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     page = (DOCS / "install.md").read_text("utf-8").partition("## Environment variables")[0]
-    listed = {
-        name
-        for line in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-        for name in re.findall(r"`([\w-]+)`", line)
-    }
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    listed = {name for line in rows for name in re.findall(r"`([\w-]+)`", line)}
     assert listed == set(project["optional-dependencies"])
 
 
@@ -63,9 +60,8 @@ def test_every_public_name_has_a_place(module):
 
 def test_specs_may_be_broken_behind_commas_and_slashes_alone():
     html = '<p>a,b <span class="pre">int:bits=8/kivi:bits=2,sinks=0</span></p>'
-    assert breakable(html) == (
-        '<p>a,b <span class="pre">int:bits=8/<wbr>kivi:bits=2,<wbr>sinks=0</span></p>'
-    )
+    wanted = '<p>a,b <span class="pre">int:bits=8/<wbr>kivi:bits=2,<wbr>sinks=0</span></p>'
+    assert breakable(html) == wanted
 
 
 def test_signatures_may_be_broken_anywhere():

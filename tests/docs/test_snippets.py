@@ -1,7 +1,5 @@
 """Every Python block of the README and the site runs; command lines name what `kvpact` has."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import warnings

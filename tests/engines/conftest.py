@@ -25,19 +25,11 @@ def make_toy(tmp_path_factory):
 
         torch.manual_seed(0)
         sizes = {
-            "vocab_size": 512,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": dim,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.2,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
+            "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": dim,
+            "max_position_embeddings": 1024, "initializer_range": 0.2, "bos_token_id": 1,
+            "eos_token_id": 2, "pad_token_id": 0,
+        }  # fmt: skip
         names = (f"{kind}TextConfig", f"{kind}Config")
         name = next(name for name in names if hasattr(transformers, name))
         config = getattr(transformers, name)(**{**sizes, **options})

@@ -69,14 +69,10 @@ class Program:
         self.text, self._log = text, fresh.folder / f"{len(list(fresh.folder.glob('*.log')))}.log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                ["bash", "-e", "-c", text],
-                env=fresh.env,
-                cwd=fresh.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                ["bash", "-e", "-c", text], env=fresh.env, cwd=fresh.folder,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     @property
     def log(self):
@@ -121,19 +117,13 @@ class Fresh:
         (packages / "beside.pth").write_text("\n".join(others))
         for program in Path(sys.executable).parent.glob("mooncake_*"):
             (programs / program.name).symlink_to(program)
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VLLM_", "KVPACT_VLLM", "PYTHON", "VIRTUAL_ENV"))
-        }
+        own = ("VLLM_", "KVPACT_VLLM", "PYTHON", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         self.env = kept | {
-            "PATH": f"{programs}:{kept['PATH']}",
-            "HF_HUB_OFFLINE": "1",
-            "LMCACHE_TRACK_USAGE": "false",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+            "PATH": f"{programs}:{kept['PATH']}", "HF_HUB_OFFLINE": "1",
+            "LMCACHE_TRACK_USAGE": "false", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": "127.0.0.1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }  # fmt: skip
         self.model, self.ports = model, {}
 
     def paste(self, text):
@@ -161,11 +151,8 @@ class Fresh:
     def ask(self):
         """Return what vLLM answers to the prompt."""
         body = {"model": self.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
-        request = urllib.request.Request(
-            self.url("8000", "v1/completions"),
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        url, data = self.url("8000", "v1/completions"), json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=WAIT) as answer:
             return json.load(answer)["choices"][0]["text"]
 

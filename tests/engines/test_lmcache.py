@@ -216,5 +216,4 @@ def test_chunks_of_a_calibrated_trellis_are_loaded_with_the_same_calibration_alo
 
 def test_a_method_whose_bytes_are_not_known_before_is_refused_at_start(tmp_path):
     server = LMCacheServer((tmp_path, {**SERDE, "spec": "vq", "cpu_block_size": 0}))
-    assert not server.answered
-    assert "the method of K learns from its tokens" in server.log
+    assert not server.answered and "the method of K learns from its tokens" in server.log

@@ -29,8 +29,7 @@ def known(calibrated, toy):
 def test_it_holds_so_many_times_the_tokens_of_bfloat16(run_vllm, toy, known, spec):
     options = {"model": toy, **OPTIONS}
     own, mine = run_vllm(**options), run_vllm(spec, env=named(known), **options)
-    assert mine["capacity"] >= 3.7 * own["capacity"]
-    assert f"as {spec}: " in mine["log"]
+    assert mine["capacity"] >= 3.7 * own["capacity"] and f"as {spec}: " in mine["log"]
     assert f"learnt from 1024 tokens ({known})" in mine["log"]
 
 
@@ -48,21 +47,14 @@ def test_random_requests_together_answer_as_one_by_one(start_vllm, toy, known, s
     requests = random_requests(seed=3)
     alone = [one | {"comes": 70 * i, "aborted": None} for i, one in enumerate(requests)]
     options = {
-        "model": toy,
-        **OPTIONS,
-        "dtype": "float32",
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 4096,
-        "enable_prefix_caching": False,
-        "env": named(known),
-    }
+        "model": toy, **OPTIONS, "dtype": "float32", "max_num_seqs": 8,
+        "max_num_batched_tokens": 4096, "enable_prefix_caching": False, "env": named(known),
+    }  # fmt: skip
     mine, _ = answers(start_vllm, requests, spec, options)
     right, _ = answers(start_vllm, alone, spec, options)
     assert sum(one is None for one in mine) == sum(one["aborted"] is not None for one in requests)
-    assert mine == [
-        None if one["aborted"] is not None else answer
-        for one, answer in zip(requests, right, strict=True)
-    ]
+    both = zip(requests, right, strict=True)
+    assert mine == [None if one["aborted"] is not None else answer for one, answer in both]
 
 
 def test_sequences_that_are_preempted_and_share_prefixes_leave_all_pages_free(
@@ -71,8 +63,7 @@ def test_sequences_that_are_preempted_and_share_prefixes_leave_all_pages_free(
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 192, "kv_cache_memory_bytes": 9 * 40_000}
     options = {"model": toy, **OPTIONS, **small, "env": named(known)}
     found, metrics = answers(start_vllm, random_requests(seed=3), SPEC, options)
-    assert metrics["vllm:num_preemptions"] > 0
-    assert metrics["vllm:prefix_cache_hits"] > 0
+    assert metrics["vllm:num_preemptions"] > 0 and metrics["vllm:prefix_cache_hits"] > 0
     assert any(one is not None for one in found)
 
 
@@ -127,13 +118,9 @@ def test_two_ranks_give_the_log_probabilities_of_one(run_vllm, make_toy, calibra
     learns = spec != "turboquant:bits=4,sinks=0"
     known = calibrated(toy := make_toy(num_key_value_heads=heads))
     options = {
-        "model": toy,
-        **OPTIONS,
-        "dtype": "float32",
-        "max_num_batched_tokens": 64,
-        "forced": [ids(450, seed=2)],
-        "env": named(known) if learns else {},
-    }
+        "model": toy, **OPTIONS, "dtype": "float32", "max_num_batched_tokens": 64,
+        "forced": [ids(450, seed=2)], "env": named(known) if learns else {},
+    }  # fmt: skip
     one = run_vllm(spec, **options)
     two = run_vllm(spec, tensor_parallel_size=2, processes=True, **options)
     right, found = (torch.tensor(answer["forced"][0]) for answer in (one, two))
@@ -178,17 +165,14 @@ def swapped(path):
     return other
 
 
-@pytest.mark.parametrize(
-    ("spec", "change", "reason"),
-    [
-        (SPEC, "gone", "can't be read"),
-        ("turboquant:bits=4,sinks=0", "", "learns nothing"),
-        (f"{SPEC},first=false", "", "packs 64 tokens together"),
-        ("trellis:bits=4,weights=false,sinks=0", "", "run kvpact calibrate with --spec"),
-        (SPEC, "heads", "it was made of another model"),
-        (SPEC, "layers", "the model has 2: it was made of another model"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "change", "reason"), [
+    (SPEC, "gone", "can't be read"),
+    ("turboquant:bits=4,sinks=0", "", "learns nothing"),
+    (f"{SPEC},first=false", "", "packs 64 tokens together"),
+    ("trellis:bits=4,weights=false,sinks=0", "", "run kvpact calibrate with --spec"),
+    (SPEC, "heads", "it was made of another model"),
+    (SPEC, "layers", "the model has 2: it was made of another model"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_when_vllm_starts(
     run_vllm, toy, known, tmp_path, spec, change, reason
 ):

@@ -34,26 +34,21 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
 
 def test_the_name_of_its_pages_without_a_spec_is_refused_by_vllm(run_vllm, toy):
     log = run_vllm(fails=True, model=toy, max_model_len=512, kv_cache_dtype="kvpact")["log"]
-    assert "ValidationError" in log
-    assert "cache_dtype" in log
+    assert "ValidationError" in log and "cache_dtype" in log
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "reason"),
-    [
-        ("turboquant:bits=4", {}, "write 'turboquant:bits=4,sinks=0'"),
-        ("kivi:sinks=0,window=0", {}, "packs 32 tokens together"),
-        # vLLM 0.33 refuses it first where its kernels are not for it.
-        (SPEC, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
-        (SPEC, {"block_size": 16}, "needs a multiple of 32"),
-        (
-            SPEC,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "does not cover speculative decoding",
-        ),
-    ],
-    ids=["sinks", "groups", "fp8", "block size", "speculative"],
-)
+@pytest.mark.parametrize(("spec", "options", "reason"), [
+    ("turboquant:bits=4", {}, "write 'turboquant:bits=4,sinks=0'"),
+    ("kivi:sinks=0,window=0", {}, "packs 32 tokens together"),
+    # vLLM 0.33 refuses it first where its kernels are not for it.
+    (SPEC, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+    (SPEC, {"block_size": 16}, "needs a multiple of 32"),
+    (
+        SPEC,
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "does not cover speculative decoding",
+    ),
+], ids=["sinks", "groups", "fp8", "block size", "speculative"])  # fmt: skip
 def test_what_is_not_covered_is_refused_by_name(run_vllm, toy, spec, options, reason):
     options = {"model": toy, "dtype": "bfloat16", "max_model_len": 512, **options}
     assert reason in run_vllm(spec, fails=True, **options)["log"]

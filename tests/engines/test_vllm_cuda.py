@@ -84,16 +84,13 @@ def test_a_backend_that_is_no_plain_decoders_is_refused(on_cuda, name):
         choose(kv_cache_dtype="auto")
 
 
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        ({"has_sliding_window": True}, "sliding window not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
-        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
-        ({"use_mla": True}, "latent attention"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "reason"), [
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+    ({"has_sliding_window": True}, "sliding window not supported"),
+    ({"has_sink": True}, "attention sinks not supported"),
+    ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+    ({"use_mla": True}, "latent attention"),
+])  # fmt: skip
 def test_what_is_not_covered_is_refused_and_not_given_to_others(on_cuda, asked, reason):
     register()
     with pytest.raises(BackendUnavailable, match=reason):
@@ -167,17 +164,13 @@ class Batch:
 
         starts = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to("meta"),
-            query_start_loc_cpu=starts,
+            query_start_loc=starts.to("meta"), query_start_loc_cpu=starts,
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device="meta"),
             seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-            num_reqs=len(lengths),
-            num_actual_tokens=sum(new),
-            max_query_len=max(new),
-            max_seq_len=max(lengths),
-            block_table_tensor=torch.tensor(pages, dtype=torch.int32),
+            num_reqs=len(lengths), num_actual_tokens=sum(new), max_query_len=max(new),
+            max_seq_len=max(lengths), block_table_tensor=torch.tensor(pages, dtype=torch.int32),
             slot_mapping=torch.zeros(sum(new), device="meta"),
-        )
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -199,11 +192,7 @@ def test_a_batch_is_read_from_what_vllm_keeps_on_the_host(builder):
     batch = Batch([40, 33, 7], [1, 1, 7], [[3, 5, 9], [4, 6, 9], [8, 9, 9]])
     ((rows, prompts),) = builder.build(0, batch).parts
     assert not prompts
-    assert [tuple(row) for row in rows] == [
-        (0, 1, 39, (3, 5)),
-        (1, 2, 32, (4, 6)),
-        (2, 9, 0, (8,)),
-    ]
+    assert [tuple(row) for row in rows] == [(0, 1, 39, (3, 5)), (1, 2, 32, (4, 6)), (2, 9, 0, (8,))]
 
 
 def test_tokens_that_could_not_be_held_are_told_at_the_next_batch(builder, monkeypatch):

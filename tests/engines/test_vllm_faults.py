@@ -160,11 +160,9 @@ def test_a_flipped_bit_in_a_stored_chunk(redis, records):
     assert counts["loaded_tokens"] == TOKENS
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{}, {"spec": "int:bits=8,sinks=0"}, {"model": "another"}, {"rank": 1}],
-    ids=["nothing", "spec", "model", "rank"],
-)
+@pytest.mark.parametrize("wrong", [
+    {}, {"spec": "int:bits=8,sinks=0"}, {"model": "another"}, {"rank": 1},
+], ids=["nothing", "spec", "model", "rank"])  # fmt: skip
 def test_a_chunk_of_another_spec_model_or_rank_under_the_right_key(redis, records, wrong):
     _, prompt, answer = records
     right, other = kind_of(), kind_of(**wrong)

@@ -104,13 +104,10 @@ def test_the_second_model_runner_and_sleep_mode_are_refused_by_name(monkeypatch)
     assert not config.use_v2_model_runner
     covered = SimpleNamespace(is_hybrid=False, enable_sleep_mode=False)
     given = SimpleNamespace(
-        parallel_config=config.parallel_config,
-        speculative_config=None,
-        kv_transfer_config=None,
-        cache_config=config.cache_config,
-        model_config=covered,
+        parallel_config=config.parallel_config, speculative_config=None, kv_transfer_config=None,
+        cache_config=config.cache_config, model_config=covered,
         use_v2_model_runner=config.use_v2_model_runner,
-    )
+    )  # fmt: skip
     _check(given, False)
     covered.enable_sleep_mode = True
     with pytest.raises(BackendUnavailable, match="does not cover sleep mode"):

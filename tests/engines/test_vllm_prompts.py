@@ -12,11 +12,8 @@ SPECS = ("none:sinks=0,window=0", "turboquant:bits=4,sinks=0", "int:bits=8,sinks
 SHAPES = ((4, 2, 64), (3, 1, 32), (7, 1, 128), (2, 2, 256), (8, 2, 96), (32, 8, 64))
 CONFIGS = (AttendConfig(softmax_scale=0.125), AttendConfig(softmax_scale=0.1, softcap=2.0))
 BATCHES = (
-    [(0, 1101)],
-    [(0, 1), (1, FEW + 1)],
-    [(1, 1), (0, 70), (2, 17)],
-    [(2, FEW), (1, 95), (0, 51)],
-)
+    [(0, 1101)], [(0, 1), (1, FEW + 1)], [(1, 1), (0, 70), (2, 17)], [(2, FEW), (1, 95), (0, 51)],
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +41,11 @@ def test_vllms_kernel_gives_what_packed_slots_give(own_kernel, text, shape, conf
         torch.testing.assert_close(out, right, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ((64, 32, torch.bfloat16), "keys of width 64 and values of width 32"),
-        ((72, 72, torch.bfloat16), "heads of width 72"),
-        ((64, 64, torch.float32), "torch.float32 here"),
-        ((80, 80, torch.bfloat16), "is no faster"),
-    ],
-    ids=["unlike", "width", "fp32", "vec16"],
-)
+@pytest.mark.parametrize(("given", "reason"), [
+    ((64, 32, torch.bfloat16), "keys of width 64 and values of width 32"),
+    ((72, 72, torch.bfloat16), "heads of width 72"),
+    ((64, 64, torch.float32), "torch.float32 here"),
+    ((80, 80, torch.bfloat16), "is no faster"),
+], ids=["unlike", "width", "fp32", "vec16"])  # fmt: skip
 def test_what_vllms_kernel_does_not_take_is_named(own_kernel, given, reason):
     assert reason in own_kernel.why_not(*given)

@@ -56,14 +56,9 @@ def run(run_vllm, expected, spec=None, processes=False, **more):
     ids, _ = expected
     prompts = [ids[start : start + 40 + start] for start in range(0, 80, 10)]
     return run_vllm(
-        spec,
-        processes=processes,
-        model=str(packaged_folder(SMOLLM2)),
-        forced=[ids],
-        greedy=[[prompts, 24]],
-        **OPTIONS,
-        **more,
-    )
+        spec, processes=processes, model=str(packaged_folder(SMOLLM2)), forced=[ids],
+        greedy=[[prompts, 24]], **OPTIONS, **more,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,9 @@ def test_with_shared_prefixes_all_answers_are_the_same_and_all_pages_free(
     assert mine == answers
 
 
-@pytest.mark.parametrize(
-    ("spec", "extra"),
-    [("none", {}), (None, {"storage": "none:sinks=0"})],
-    ids=["kvpact's pages", "vLLM's own pages"],
-)
+@pytest.mark.parametrize(("spec", "extra"), [
+    ("none", {}), (None, {"storage": "none:sinks=0"}),
+], ids=["kvpact's pages", "vLLM's own pages"])  # fmt: skip
 def test_with_a_store_all_answers_are_the_same_and_all_pages_free(
     start_vllm, toy, requests, answers, tmp_path, spec, extra
 ):

@@ -16,5 +16,4 @@ def test_tokens_are_those_of_the_native_kernels(run_vllm, toy):
     assert "attend cpu" in native["log"]
     assert "attend triton, encode k triton, decode k triton" in triton["log"]
     assert triton["greedy"] == native["greedy"]
-    assert triton["metrics"]["vllm:prefix_cache_hits"] > 0
-    assert triton["all_free"]
+    assert triton["metrics"]["vllm:prefix_cache_hits"] > 0 and triton["all_free"]

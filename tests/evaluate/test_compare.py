@@ -183,7 +183,6 @@ def test_states_of_linear_attention_are_counted_beside_keys_and_values():
     ids = torch.randint(0, 64, (100,), generator=torch.Generator().manual_seed(1))
     _, coded = evaluate(model, ids, ["none", "int:bits=4"], chunk=32).rows
     states = 4 * (2 * 16 * 8 + (32 + 2 * 8) * config.mamba_d_conv)  # recurrent, convolution
-    assert coded.covered_bytes == 2 * 2 * 100 * 32 * 4
-    assert coded.native_bytes == 2 * states
+    assert coded.covered_bytes == 2 * 2 * 100 * 32 * 4 and coded.native_bytes == 2 * states
     assert coded.exact_bytes == coded.covered_bytes + coded.native_bytes
     assert "other states stay exact" in _protocol([coded])

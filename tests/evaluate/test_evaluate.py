@@ -32,16 +32,9 @@ from kvpact.evaluate.base import row_name
 from kvpact.evaluate.report import protocol_text
 
 FIELDS = [
-    "spec",
-    "bits_per_value",
-    "bytes",
-    "perplexity",
-    "perplexity_change",
-    "kl_mean",
-    "kl_p99",
-    "top1",
-    "seconds",
-]
+    "spec", "bits_per_value", "bytes", "perplexity", "perplexity_change", "kl_mean", "kl_p99",
+    "top1", "seconds",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +73,7 @@ def test_scores_are_stable_for_huge_logits_and_zero_for_equal_ones():
     targets = torch.zeros(70, dtype=torch.long)
     assert torch.isfinite(score_tokens(ref, ref.roll(1, 0), targets).kl).all()
     equal = score_tokens(ref, ref.clone(), targets)
-    assert equal.kl.max() == 0
-    assert equal.agree.all()
+    assert equal.kl.max() == 0 and equal.agree.all()
 
 
 def test_scores_of_no_token_and_of_wrong_shapes():
@@ -157,21 +149,16 @@ def run(model, ids, cache_type, chunk=64):
 def test_an_exact_cache_has_no_kl_and_the_perplexity_of_one_forward(model, ids):
     result = run(model, ids, Measured)
     (row,) = result.rows
-    assert row.kl_max <= 1e-9
-    assert row.top1 == 100
+    assert row.kl_max <= 1e-9 and row.top1 == 100
     assert row.perplexity_change == pytest.approx(0, abs=1e-6)
     # Logits 64 to 298 predict tokens 65 to 299: 235 tokens, the first chunk left out.
     with torch.inference_mode():
         log_p = model(ids[None]).logits[0].double().log_softmax(-1)
     nll = -log_p[64:299].gather(-1, ids[65:, None])
-    assert result.protocol.scored == row_count(result) == 235
+    assert result.protocol.scored == (result.protocol.tokens - 1 - result.protocol.chunk) == 235
     assert row.perplexity == pytest.approx(nll.mean().exp().item(), rel=1e-5)
     assert result.protocol.reference_perplexity == pytest.approx(row.perplexity, rel=1e-9)
     assert row.bytes == 2 * 2 * 2 * 300 * 32 * 4
-
-
-def row_count(result):
-    return result.protocol.tokens - 1 - result.protocol.chunk
 
 
 def test_the_first_chunk_is_left_out_of_every_metric(model, ids):
@@ -182,8 +169,7 @@ def test_the_first_chunk_is_left_out_of_every_metric(model, ids):
         spoilt_at = 64
 
     (later,) = run(model, ids, SpoiltLater).rows
-    assert later.kl_mean > 0.01
-    assert later.top1 < 100
+    assert later.kl_mean > 0.01 and later.top1 < 100
 
 
 @pytest.mark.parametrize(("tokens", "scored"), [(66, 1), (128, 63), (129, 64), (130, 65)])
@@ -203,8 +189,7 @@ def test_rows_steps_and_bytes_of_real_caches(model, ids):
     result = evaluate(model, ids, specs, chunk=64, progress=lambda *step: steps.append(step))
     none, fine, coarse = result.rows
     assert [row.spec for row in result.rows] == ["none", *specs]
-    assert none.kl_max <= 1e-9 and none.top1 == 100
-    assert none.slot_bits_per_value == 32
+    assert none.kl_max <= 1e-9 and none.top1 == 100 and none.slot_bits_per_value == 32
     assert 0 < fine.kl_mean < coarse.kl_mean / 10
     assert (fine.slot_bits_per_value, coarse.slot_bits_per_value) == (8.5, 2.5)
     assert (fine.sinks, fine.window, none.sinks, none.window) == (4, 64, 0, 0)
@@ -237,9 +222,8 @@ def test_a_spec_without_a_window_is_measured_as_decoding_reads(model, ids):
     assert row.kl_mean == pytest.approx(steps[0].kl_mean, rel=0.5) and row.bytes == exact.bytes
     assert row_name(row) == f"{spec} (new as stored)" and row_name(exact) == spec
     result = evaluate(model, ids, [spec], chunk=64)
-    assert "(new as stored)" in repr(result) and "new as stored" in protocol_text(
-        result.protocol, result.rows
-    )
+    assert "(new as stored)" in repr(result)
+    assert "new as stored" in protocol_text(result.protocol, result.rows)
 
 
 def test_only_specs_without_any_window_read_a_chunk_as_stored():
@@ -259,18 +243,14 @@ def test_only_specs_without_any_window_read_a_chunk_as_stored():
 def test_packed_only_spec_for_a_recipe():
     recipe = {"default": "int:bits=4", "layers": {"0": "fp8"}}
     stripped = Candidate(recipe, packed_only=True).layers(2)
-    assert [str(spec) for spec in stripped] == [
-        "fp8:sinks=0,window=0",
-        "int:bits=4,sinks=0,window=0",
-    ]
+    assert list(map(str, stripped)) == ["fp8:sinks=0,window=0", "int:bits=4,sinks=0,window=0"]
 
 
 def test_a_recipe_is_evaluated_under_its_file_name(model, ids, tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('default = "int:bits=4"\n[layers]\n0 = "fp8"\n', encoding="utf-8")
     none, row = evaluate(model, ids, [str(path)], chunk=64).rows
-    assert row.spec == "plan.toml"
-    assert 4.5 < row.slot_bits_per_value < 8.5
+    assert row.spec == "plan.toml" and 4.5 < row.slot_bits_per_value < 8.5
     assert none.spec == "none"
 
 
@@ -288,16 +268,10 @@ def test_methods_that_learn_stand_beside_the_others(model, ids):
     assert rows["vq:dims=2"].bytes > rows["int:bits=4"].bytes
 
 
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "words"),
-    [
-        (100, 99, "nothing to score"),
-        (10, 256, "longer text"),
-        (300, 0, "chunk 0"),
-        (300, -1, "1 or more"),
-        (513, 64, "at most 512"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "chunk", "words"), [
+    (100, 99, "nothing to score"), (10, 256, "longer text"), (300, 0, "chunk 0"),
+    (300, -1, "1 or more"), (513, 64, "at most 512"),
+])  # fmt: skip
 def test_sizes_that_allow_no_evaluation(model, tokens, chunk, words):
     ids = torch.zeros(tokens, dtype=torch.long)
     with pytest.raises(EvaluationError, match=words) as caught:
@@ -360,8 +334,7 @@ def test_report_files(tmp_path):
     text = files[1].read_text("utf-8")
     for words in ("chunks of 256", "2048 tokens of book.txt", "torch 2", "first chunk left out"):
         assert words in text
-    assert markdown_table(rows) in text
-    assert "`int:bits=2` (packed only)" in text
+    assert markdown_table(rows) in text and "`int:bits=2` (packed only)" in text
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path):
@@ -381,6 +354,5 @@ def test_plot_is_a_picture_whatever_there_is_to_draw(tmp_path, count):
     save_plot(rows, tmp_path / "plot.png", title="a title")
     with Image.open(tmp_path / "plot.png") as image:
         image.load()
-        assert image.format == "PNG"
-        assert image.size == (1500, 960)
+        assert image.format == "PNG" and image.size == (1500, 960)
         assert len(image.convert("RGB").getcolors(1 << 24)) > 20

@@ -11,15 +11,9 @@ from kvpact.integrations.models import load_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SPECS = (
-    "int:bits=8",
-    "turboquant:bits=4",
-    "turboquant:bits=3",
-    "turboquant:bits=3,center=64",
-    "kvarn:bits=3",
-    "trellis:bits=4",
-    "trellis:bits=3",
-    "trellis:bits=2",
-)
+    "int:bits=8", "turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=3,center=64",
+    "kvarn:bits=3", "trellis:bits=4", "trellis:bits=3", "trellis:bits=2",
+)  # fmt: skip
 WITHOUT_SINKS = "trellis:bits=2,sinks=0"
 
 
@@ -47,21 +41,13 @@ def rows():
 
 def test_exact_cache_is_exact(rows):
     exact = rows["none", "shipped"]
-    assert exact.kl_mean < 1e-9
-    assert exact.top1 == 100
+    assert exact.kl_mean < 1e-9 and exact.top1 == 100
 
 
-@pytest.mark.parametrize(
-    ("spec", "bound"),
-    [
-        ("int:bits=8", 0.0005),
-        ("turboquant:bits=4", 0.006),
-        ("turboquant:bits=3", 0.025),
-        ("trellis:bits=4", 0.0006),
-        ("trellis:bits=3", 0.0027),
-        ("trellis:bits=2", 0.0165),
-    ],
-)
+@pytest.mark.parametrize(("spec", "bound"), [
+    ("int:bits=8", 0.0005), ("turboquant:bits=4", 0.006), ("turboquant:bits=3", 0.025),
+    ("trellis:bits=4", 0.0006), ("trellis:bits=3", 0.0027), ("trellis:bits=2", 0.0165),
+])  # fmt: skip
 def test_mean_kl_is_within_its_bound(rows, spec, bound):
     assert 0 < rows[spec, "shipped"].kl_mean <= bound
 

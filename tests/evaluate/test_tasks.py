@@ -140,18 +140,15 @@ def test_sentences_end_behind_quotes_and_not_after_titles():
     assert seen == {'"Go!"', '"Why?"'}, "never the title"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"samples": 0}, "1 or more samples"),
-        ({"depths": []}, "depths"),
-        ({"depths": [0.5, 1.1]}, "from 0 to 1"),
-        ({"tokens": 100}, "100 tokens are too few"),
-        ({"tokens": 2500, "tasks": ["tools"]}, "2500 tokens are too few"),
-        ({"tasks": ["tools", "hay"]}, "hay is no task; take all, needle"),
-        ({"tokens": 10**6}, "too short for tasks of 1000000"),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), [
+    ({"samples": 0}, "1 or more samples"),
+    ({"depths": []}, "depths"),
+    ({"depths": [0.5, 1.1]}, "from 0 to 1"),
+    ({"tokens": 100}, "100 tokens are too few"),
+    ({"tokens": 2500, "tasks": ["tools"]}, "2500 tokens are too few"),
+    ({"tasks": ["tools", "hay"]}, "hay is no task; take all, needle"),
+    ({"tokens": 10**6}, "too short for tasks of 1000000"),
+])  # fmt: skip
 def test_cases_that_are_not_possible(book, options, words):
     with pytest.raises(EvaluationError, match=words):
         make_cases(book, len, **options)

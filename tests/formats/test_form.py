@@ -18,36 +18,33 @@ BOOK = Levels("book", 2, (-3.0, -1.0, 1.0, 3.0))
 MEAN = Side("mean", "add", tokens=32)
 
 
-@pytest.mark.parametrize(
-    ("levels", "sides", "rule", "said"),
-    [
-        (Levels("grid", 9), (SCALE,), "absmax", "2 to 8"),
-        (Levels("grid", 1), (SCALE,), "absmax", "2 to 8"),
-        (Levels("grid", 4, zero_code=16), (SCALE,), "absmax", "a code"),
-        (Levels("grid", 4, zero_code=8), (SCALE, ZERO), "minmax", "zero_code"),
-        (Levels("book", 4, (-3.0, -1.0, 1.0, 3.0)), (SCALE,), "ls", "2\\*\\*bits"),
-        (Levels("book", 2, (-3.0, -1.0, 1.0, 4.0)), (SCALE,), "ls", "symmetric"),
-        (Levels("book", 2, (3.0, 1.0, -1.0, -3.0)), (SCALE,), "ls", "ascending"),
-        (Levels("float", 8, number="e3m4"), (SCALE,), "absmax", "e3m4"),
-        (Levels("raw", 16, number="e4m3"), (), "cast", "fp16, bf16 or fp32"),
-        (Levels("points", 4), (SCALE,), "absmax", "one of"),
-        (GRID, (Side("scale", "times"),), "absmax", "'mul' or 'add'"),
-        (GRID, (Side("scale", "mul", tokens=20),), "absmax", "multiple of 32"),
-        (GRID, (Side("scale", "mul", channels=16, tokens=32),), "absmax", "multiple of 32"),
-        (GRID, (SCALE, Side("scale", "add")), "minmax", "different names"),
-        (GRID, (BLOCKS, ZERO), "minmax", "equally wide"),
-        (GRID, (TILE_SCALE, Side("zero", "add", tokens=64)), "minmax", "equally many"),
-        (GRID, (TILE_SCALE, ZERO), "minmax", "with sides"),
-        (GRID, (TILE_SCALE,), "absmax", "with sides"),
-        (GRID, (ZERO, SCALE), "minmax", "with sides"),
-        (GRID, (Side("size", "mul"),), "absmax", "with sides"),
-        (GRID, (SCALE, ZERO), "balance", "with sides"),
-        (BOOK, (BLOCKS,), "ls", "one scale per token"),
-        (Levels("float", 8, number="e4m3"), (BLOCKS,), "absmax", "one scale per token"),
-        (BOOK, (MEAN, SCALE), "ls", "with sides"),
-        (BOOK, (SCALE,), "minmax", "for one of: grid"),
-    ],
-)
+@pytest.mark.parametrize(("levels", "sides", "rule", "said"), [
+    (Levels("grid", 9), (SCALE,), "absmax", "2 to 8"),
+    (Levels("grid", 1), (SCALE,), "absmax", "2 to 8"),
+    (Levels("grid", 4, zero_code=16), (SCALE,), "absmax", "a code"),
+    (Levels("grid", 4, zero_code=8), (SCALE, ZERO), "minmax", "zero_code"),
+    (Levels("book", 4, (-3.0, -1.0, 1.0, 3.0)), (SCALE,), "ls", "2\\*\\*bits"),
+    (Levels("book", 2, (-3.0, -1.0, 1.0, 4.0)), (SCALE,), "ls", "symmetric"),
+    (Levels("book", 2, (3.0, 1.0, -1.0, -3.0)), (SCALE,), "ls", "ascending"),
+    (Levels("float", 8, number="e3m4"), (SCALE,), "absmax", "e3m4"),
+    (Levels("raw", 16, number="e4m3"), (), "cast", "fp16, bf16 or fp32"),
+    (Levels("points", 4), (SCALE,), "absmax", "one of"),
+    (GRID, (Side("scale", "times"),), "absmax", "'mul' or 'add'"),
+    (GRID, (Side("scale", "mul", tokens=20),), "absmax", "multiple of 32"),
+    (GRID, (Side("scale", "mul", channels=16, tokens=32),), "absmax", "multiple of 32"),
+    (GRID, (SCALE, Side("scale", "add")), "minmax", "different names"),
+    (GRID, (BLOCKS, ZERO), "minmax", "equally wide"),
+    (GRID, (TILE_SCALE, Side("zero", "add", tokens=64)), "minmax", "equally many"),
+    (GRID, (TILE_SCALE, ZERO), "minmax", "with sides"),
+    (GRID, (TILE_SCALE,), "absmax", "with sides"),
+    (GRID, (ZERO, SCALE), "minmax", "with sides"),
+    (GRID, (Side("size", "mul"),), "absmax", "with sides"),
+    (GRID, (SCALE, ZERO), "balance", "with sides"),
+    (BOOK, (BLOCKS,), "ls", "one scale per token"),
+    (Levels("float", 8, number="e4m3"), (BLOCKS,), "absmax", "one scale per token"),
+    (BOOK, (MEAN, SCALE), "ls", "with sides"),
+    (BOOK, (SCALE,), "minmax", "for one of: grid"),
+])  # fmt: skip
 def test_forms_that_are_none_are_refused_by_name(levels, sides, rule, said):
     with pytest.raises(RegistrationError, match=said):
         Form(64, "token", levels, sides, rule)

@@ -21,11 +21,6 @@ def random_codes(bits: int, tokens: int, dim: int, seed: int = 0) -> torch.Tenso
     return torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
 
 
-def plane_bits(codes: np.ndarray, low: int, width: int) -> np.ndarray:
-    """Return bits `low … low + width` of codes on a new last axis, the lowest first."""
-    return np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
-
-
 def words(bits: np.ndarray) -> np.ndarray:
     """Return bits along the last axis as little-endian 32-bit words, the last one filled up."""
     padded = np.concatenate(
@@ -38,7 +33,7 @@ def oracle(codes: np.ndarray, bits: int, order: str) -> np.ndarray:
     """Return the words of one tile's codes `[32, dim]`, bit arithmetic by numpy alone."""
     parts, low = [], 0
     for width in planes(bits):
-        plane = plane_bits(codes, low, width)
+        plane = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
         if order == "token":
             parts.append(words(plane.reshape(TILE, -1)))
         else:
@@ -80,13 +75,11 @@ def test_one_code_is_where_kernels_look_for_it():
     stored = key.allocate(1, 1, TILE, CPU)
     key.write(stored, 0, codes)
     # Token 21 is number 5 of the second half; channel 13 is item 5 of word 1.
-    assert stored[0, 0, 0, 1, 1, 5] == 0b1011 << 20
-    assert stored.count_nonzero() == 1
+    assert stored[0, 0, 0, 1, 1, 5] == 0b1011 << 20 and stored.count_nonzero() == 1
     stored = value.allocate(1, 1, TILE, CPU)
     value.write(stored, 0, codes)
     # Token 21 is item 5 of word 2 of its channel.
-    assert stored[0, 0, 0, 2, 13] == 0b1011 << 20
-    assert stored.count_nonzero() == 1
+    assert stored[0, 0, 0, 2, 13] == 0b1011 << 20 and stored.count_nonzero() == 1
 
 
 def make_field(kind: str, bits: int, dim: int):

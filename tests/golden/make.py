@@ -3,8 +3,6 @@
 Never run by the tests: later versions have to read a file. --force is for those of no release.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -31,14 +29,12 @@ CASES = {
     "none": ["none:dtype=bf16/none:dtype=fp16"],
     "fp8": ["fp8:format=e4m3/fp8:format=e5m2,scale=none"],
     "int": [
-        "int:bits=8/int:bits=4",
-        "int:bits=3,zero=true/int:bits=5,zero=true",
+        "int:bits=8/int:bits=4", "int:bits=3,zero=true/int:bits=5,zero=true",
         "int:bits=6,group=64/int:bits=8",
         "int:bits=4,group=80,rotate=true/int:bits=2,zero=true,rotate=true,seed=5",
     ],
     "turboquant": [
-        "turboquant:bits=4/turboquant:bits=3",
-        "turboquant:bits=3/turboquant:bits=4",
+        "turboquant:bits=4/turboquant:bits=3", "turboquant:bits=3/turboquant:bits=4",
         "turboquant:bits=3,mode=prod/turboquant:bits=2,scale=l2",
         "turboquant:bits=2,scale=unbiased,center=64/turboquant:bits=1",
         "turboquant:bits=5,seed=7/turboquant:bits=8,seed=-1",
@@ -55,7 +51,7 @@ CASES = {
         "polarquant:levels=6,first=3,seed=3/polarquant:levels=2,first=7",
     ],
     "qjl": ["qjl", "qjl:sketch=1,seed=9/qjl:value_bits=3,value_group=64"],
-}
+}  # fmt: skip
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -98,12 +94,10 @@ def make(method: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             tensors |= {f"{text}|{side}|{name}": tensor for name, tensor in slots.items()}
             tensors[f"{text}|{side}|expected"] = decoded.contiguous()
     metadata = {
-        "method": method,
-        "method_version": str(find_method(method).version),
-        "format_version": str(FORMAT_VERSION),
-        "shown": json.dumps(SHOWN),
+        "method": method, "method_version": str(find_method(method).version),
+        "format_version": str(FORMAT_VERSION), "shown": json.dumps(SHOWN),
         "cases": json.dumps([[text, parse_spec(text).to_json()] for text in CASES[method]]),
-    }
+    }  # fmt: skip
     return tensors, metadata
 
 

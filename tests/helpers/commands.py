@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 from kvpact.cli.app import app
 
 
-def invoke(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def invoke(*args, **options):
+    return CliRunner().invoke(app, [str(arg) for arg in args], **options)
 
 
 def passed(*args):

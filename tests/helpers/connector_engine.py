@@ -19,12 +19,9 @@ PAGE, HEADS, DIM, LAYERS = 32, 2, 64, ("layers.0", "layers.1")
 
 def request(name, tokens, **more):
     plain = {
-        "prompt_embeds": None,
-        "cache_salt": None,
-        "mm_features": [],
-        "lora_request": None,
+        "prompt_embeds": None, "cache_salt": None, "mm_features": [], "lora_request": None,
         "skip_reading_prefix_cache": False,
-    }
+    }  # fmt: skip
     ids = list(tokens)
     return SimpleNamespace(
         request_id=name, all_token_ids=ids, num_tokens=len(ids), **{**plain, **more}
@@ -53,21 +50,13 @@ class Engine:
         page = PageForm(*form.codecs[0], PAGE)
         generator = torch.Generator().manual_seed(seed)
         shape = (40, HEADS, PAGE, page.content)
-        self.memory = {
-            name: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-            for name in LAYERS
-        }
+        draw = {"dtype": torch.uint8, "generator": generator}
+        self.memory = {name: torch.randint(0, 256, shape, **draw) for name in LAYERS}
         self.counts, self.told = ConnectorCounts(), []
         self.scheduler = PrefixScheduler(
-            form,
-            options,
-            store,
-            model,
-            lambda request: request.lora_request,
-            self.counts,
-            loads=roles[0],
-            saves=roles[1],
-        )
+            form, options, store, model, lambda request: request.lora_request, self.counts,
+            loads=roles[0], saves=roles[1],
+        )  # fmt: skip
         self.worker = PrefixWorker(form, options, store, self.counts)
         pages = {name: PackedPages(page, self.memory[name]) for name in LAYERS}
         self.damaged = set()

@@ -1,107 +1,72 @@
 """Tiny random models with cross-attention, and what they are given."""
 
 import torch
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertLMHeadModel,
-    DynamicCache,
-    EncoderDecoderCache,
-    MarianConfig,
-    MarianMTModel,
-    MT5Config,
-    MT5ForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-    TrOCRConfig,
-    TrOCRForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+import transformers
 
 WIDTH = 32
 SIZES = {
     "t5": {
-        "d_model": WIDTH,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 64,
-        "decoder_start_token_id": 0,
+        "d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
+        "vocab_size": 64, "decoder_start_token_id": 0,
     },
     "bart": {
-        "vocab_size": 64,
-        "d_model": WIDTH,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 3,
-        "forced_eos_token_id": None,
+        "vocab_size": 64, "d_model": WIDTH, "encoder_layers": 2,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 3, "forced_eos_token_id": None,
     },
     "gemma": {
-        "vocab_size": 64,
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "num_hidden_layers": 2,
+        "vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "sliding_window": 8, "num_hidden_layers": 2,
     },
-}
+}  # fmt: skip
 
 
 def t5gemma(layers):
     kinds = ["sliding_attention", "full_attention"][-layers:]
     decoder = {**SIZES["gemma"], "num_hidden_layers": layers, "layer_types": kinds}
-    config = T5GemmaConfig(encoder=SIZES["gemma"], decoder=decoder, vocab_size=64)
-    return T5GemmaForConditionalGeneration(config)
+    config = transformers.T5GemmaConfig(encoder=SIZES["gemma"], decoder=decoder, vocab_size=64)
+    return transformers.T5GemmaForConditionalGeneration(config)
 
 
 PAIRED = {
-    "t5": lambda n: T5ForConditionalGeneration(T5Config(**SIZES["t5"], num_decoder_layers=n)),
-    "mt5": lambda n: MT5ForConditionalGeneration(MT5Config(**SIZES["t5"], num_decoder_layers=n)),
+    "t5": lambda n: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**SIZES["t5"], num_decoder_layers=n)
+    ),
+    "mt5": lambda n: transformers.MT5ForConditionalGeneration(
+        transformers.MT5Config(**SIZES["t5"], num_decoder_layers=n)
+    ),
     "t5gemma": t5gemma,
-    "bart": lambda n: BartForConditionalGeneration(BartConfig(**SIZES["bart"], decoder_layers=n)),
-    "marian": lambda n: MarianMTModel(MarianConfig(**SIZES["bart"], decoder_layers=n)),
-    "whisper": lambda n: WhisperForConditionalGeneration(
-        WhisperConfig(**SIZES["bart"], decoder_layers=n, num_mel_bins=8, max_source_positions=20)
+    "bart": lambda n: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**SIZES["bart"], decoder_layers=n)
+    ),
+    "marian": lambda n: transformers.MarianMTModel(
+        transformers.MarianConfig(**SIZES["bart"], decoder_layers=n)
+    ),
+    "whisper": lambda n: transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **SIZES["bart"], decoder_layers=n, num_mel_bins=8, max_source_positions=20
+        )
     ),
 }
 DECODERS = {
-    "bart": lambda n: BartForCausalLM(BartConfig(**SIZES["bart"], decoder_layers=n)),
-    "trocr": lambda n: TrOCRForCausalLM(
-        TrOCRConfig(
-            vocab_size=64,
-            d_model=WIDTH,
-            cross_attention_hidden_size=WIDTH,
-            decoder_layers=n,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=64,
-        )
+    "bart": lambda n: transformers.BartForCausalLM(
+        transformers.BartConfig(**SIZES["bart"], decoder_layers=n)
     ),
-    "bert": lambda n: BertLMHeadModel(
-        BertConfig(
-            vocab_size=64,
-            hidden_size=WIDTH,
-            num_attention_heads=2,
-            intermediate_size=64,
-            num_hidden_layers=n,
-            is_decoder=True,
-            add_cross_attention=True,
-        )
+    "trocr": lambda n: transformers.TrOCRForCausalLM(
+        transformers.TrOCRConfig(
+            vocab_size=64, d_model=WIDTH, cross_attention_hidden_size=WIDTH,
+            decoder_layers=n, decoder_attention_heads=2, decoder_ffn_dim=64,
+        ),
     ),
-}
+    "bert": lambda n: transformers.BertLMHeadModel(
+        transformers.BertConfig(
+            vocab_size=64, hidden_size=WIDTH, num_attention_heads=2, intermediate_size=64,
+            num_hidden_layers=n, is_decoder=True, add_cross_attention=True,
+        ),
+    ),
+}  # fmt: skip
 
 
 def made(model, name, layers):
@@ -124,7 +89,7 @@ def target(tokens):
 
 
 def in_pair(cache):
-    return EncoderDecoderCache(cache, DynamicCache())
+    return transformers.EncoderDecoderCache(cache, transformers.DynamicCache())
 
 
 def lengths(cache, layers):

@@ -1,7 +1,5 @@
 """Blocks of code in the documentation, and the names that its Python blocks are given."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +12,8 @@ import kvpact
 from kvpact.testing.data import by_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    [ROOT / "README.md", *(path for path in (ROOT / "docs").rglob("*.md"))],
-    key=lambda path: path.relative_to(ROOT).as_posix(),
-)
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+PAGES.sort(key=lambda path: path.relative_to(ROOT).as_posix())
 _OPENS = re.compile(r"( *)(`{3,})(.*)")
 _NEEDS = re.compile(r" *<!-- needs: ([\w ,]+) -->")
 

@@ -41,18 +41,7 @@ def compiled(path, text, *options):
         pytest.skip("no C compiler")
     path.parent.mkdir(parents=True, exist_ok=True)
     words = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        "-x",
-        "c",
-        "-",
-        "-x",
-        "none",
-        *options,
-        "-o",
-        path,
-        "-ldl",
-    ]
+        compiler, "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *options, "-o", path, "-ldl",
+    ]  # fmt: skip
     subprocess.run(words, input=text, text=True, check=True)
     return path

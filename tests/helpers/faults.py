@@ -1,7 +1,5 @@
 """Exceptions from where nobody expects them: an interrupt at a line, an allocation that fails."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 import threading
@@ -34,7 +32,7 @@ class Interrupt:
         """Whether it was raised."""
         return self.left <= 0
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> "Interrupt":
         self._old = sys.gettrace()
         sys.settrace(self._call)
         return self
@@ -114,7 +112,7 @@ def is_free(lock) -> bool:
 
 
 def same_state(a, b) -> bool:
-    """Whether two layers' states (`kvpact.cache.saved.layer_state`) are the same bytes."""
+    """Whether two layers' states (`kvpact.cache.layer.states.layer_state`) are the same bytes."""
     if a.padding != b.padding or (a.streams is None) != (b.streams is None):
         return False
     return a.streams is None or all(map(_same_stream, a.streams, b.streams))

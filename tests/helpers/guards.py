@@ -1,7 +1,5 @@
 """Memory that shows what is not written to it, and what is written beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Counts what would make the host wait for a GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

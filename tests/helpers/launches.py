@@ -1,7 +1,5 @@
 """Counts what a GPU would be given to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -10,13 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 _NOTHING = (
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "_unsafe_view",
-)
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view",
+)  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
@@ -32,7 +25,7 @@ class Launches(TorchDispatchMode):
         """How often what was launched."""
         return Counter(self.names)
 
-    def __enter__(self) -> Launches:
+    def __enter__(self) -> "Launches":
         for kind in (triton.JITFunction, InterpretedFunction):
             self._kept.append((kind, kind.run))
             kind.run = self._counting(kind.run)

@@ -60,10 +60,8 @@ class Server:
         """Return log-probabilities after a prompt and each token: of the one that follows first."""
         found = self.ask("/completion", prompt=prompt, n_predict=tokens, temperature=0, n_probs=10,
                          ignore_eos=True, **options)  # fmt: skip
-        found = [
-            {x["id"]: x["logprob"] for x in (place, *place["top_logprobs"])}
-            for place in found["completion_probabilities"]
-        ]
+        places = found["completion_probabilities"]
+        found = [{x["id"]: x["logprob"] for x in (y, *y["top_logprobs"])} for y in places]
         assert len(found) == tokens
         return found
 

@@ -19,10 +19,8 @@ class LMCacheServer:
 
     def __init__(self, *stores):
         self.port, self._http = free_port(), free_port()
-        adapters = [
-            {"type": "fs", "base_path": str(path), "serde": {"type": "kvpact", **serde}}
-            for path, serde in stores
-        ]
+        both = [(str(path), {"type": "kvpact", **serde}) for path, serde in stores]
+        adapters = [{"type": "fs", "base_path": path, "serde": serde} for path, serde in both]
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "kvpact.integrations.lmcache", "server"),
@@ -73,11 +71,8 @@ class LMCacheServer:
         }
 
     def _ask(self, path, body=None):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._http}/{path}",
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        url, data = f"http://127.0.0.1:{self._http}/{path}", body and json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 

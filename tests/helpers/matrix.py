@@ -11,8 +11,6 @@ What backends are compared over with torch (`ENCODED` and the like) are lists: t
 nothing of the code that their options decide on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
@@ -20,60 +18,35 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvpact import parse_spec
+from kvpact import parse_spec, testing
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.testing import (
-    SHAPES,
-    CacheContract,
-    FittedCacheContract,
-    FittedMethodContract,
-    FittedPagedCacheContract,
-    MethodContract,
-    PagedCacheContract,
-    example_specs,
-    method_specs,
-    variant_specs,
-    without,
-)
 
 CONTRACTS = {
-    False: {"Method": MethodContract, "Cache": CacheContract, "Paged": PagedCacheContract},
-    True: {
-        "Method": FittedMethodContract,
-        "Cache": FittedCacheContract,
-        "Paged": FittedPagedCacheContract,
+    False: {
+        "Method": testing.MethodContract, "Cache": testing.CacheContract,
+        "Paged": testing.PagedCacheContract,
     },
-}
-SOME_SHAPES = (SHAPES[1], SHAPES[4], SHAPES[5])
+    True: {
+        "Method": testing.FittedMethodContract, "Cache": testing.FittedCacheContract,
+        "Paged": testing.FittedPagedCacheContract,
+    },
+}  # fmt: skip
+SOME_SHAPES = (testing.SHAPES[1], testing.SHAPES[4], testing.SHAPES[5])
 """For what others stand for: rows, heads, all widths, two dtypes, more than two segments. Caches of
 joint heads, whose codec learns longest, do without the widest."""
 
 
 ENCODED = (
-    *(f"turboquant:bits={bits}" for bits in range(1, 9)),
-    "turboquant:bits=4,scale=l2,seed=5",
-    "turboquant:bits=3,scale=unbiased",
-    "turboquant:bits=4,center=64",
-    "turboquant:bits=2,center=128,scale=l2",
-    *(f"int:bits={bits}" for bits in range(2, 9)),
-    "int:bits=4,group=48",
-    "int:bits=6,zero=true",
-    "int:bits=8,zero=true,group=64",
-    "int:bits=4,group=64,rotate=true",
-    "int:bits=3,zero=true,rotate=true",
-    "fp8",
-    "fp8:format=e5m2",
-    "fp8:scale=none",
-    "fp8:scale=none,format=e5m2",
-    "kivi:bits=2",
-    "kivi:bits=4,group=64",
-    "kivi:bits=3,group=128",
-    "kvarn:bits=4",
-    "kvarn:bits=2,group=32",
-    "kvarn:bits=3,group=128",
+    *(f"turboquant:bits={bits}" for bits in range(1, 9)), "turboquant:bits=4,scale=l2,seed=5",
+    "turboquant:bits=3,scale=unbiased", "turboquant:bits=4,center=64",
+    "turboquant:bits=2,center=128,scale=l2", *(f"int:bits={bits}" for bits in range(2, 9)),
+    "int:bits=4,group=48", "int:bits=6,zero=true", "int:bits=8,zero=true,group=64",
+    "int:bits=4,group=64,rotate=true", "int:bits=3,zero=true,rotate=true", "fp8", "fp8:format=e5m2",
+    "fp8:scale=none", "fp8:scale=none,format=e5m2", "kivi:bits=2", "kivi:bits=4,group=64",
+    "kivi:bits=3,group=128", "kvarn:bits=4", "kvarn:bits=2,group=32", "kvarn:bits=3,group=128",
     "kvarn:bits=8,group=32,seed=3",
-)
+)  # fmt: skip
 """Specs whose K and V have native encodings, without trellises."""
 
 EXACT = ("none:dtype=fp32", "none:dtype=fp16", "none:dtype=bf16")
@@ -94,28 +67,19 @@ UNTREATED = "center=0,first=false,weights=false,blocks=false"
 TRELLISES = (
     *(f"trellis:bits={bits},{UNTREATED}" for bits in range(1, 7)),
     *(f"trellis:bits={bits}" for bits in range(1, 7)),
-    f"trellis:bits=4,states=8,seed=3,{UNTREATED}",
-    "trellis:bits=3,states=8",
-    "trellis:bits=4,center=128",
-    "trellis:bits=3,center=0",
-    "trellis:bits=4,center=0,first=false",
+    f"trellis:bits=4,states=8,seed=3,{UNTREATED}", "trellis:bits=3,states=8",
+    "trellis:bits=4,center=128", "trellis:bits=3,center=0", "trellis:bits=4,center=0,first=false",
     "trellis:bits=2,weights=false,blocks=false,first=false",
-    "trellis:bits=4,weights=false,blocks=false",
-    "trellis:bits=5,blocks=false",
+    "trellis:bits=4,weights=false,blocks=false", "trellis:bits=5,blocks=false",
     "trellis:bits=2,weights=false,seed=4",
-)
+)  # fmt: skip
 """Compared at fewer places than `ENCODED`: torch's search through a trellis takes its time."""
 LEARNT = (
-    "trellis",
-    "trellis:bits=3,center=0",
-    "trellis:bits=5,center=128",
-    "trellis:bits=6,first=false",
-    "trellis:bits=2,weights=false",
-    "trellis:bits=4,blocks=false",
-    "trellis:bits=1,center=0,first=false",
-    "trellis:bits=4,weights=false,blocks=false",
+    "trellis", "trellis:bits=3,center=0", "trellis:bits=5,center=128", "trellis:bits=6,first=false",
+    "trellis:bits=2,weights=false", "trellis:bits=4,blocks=false",
+    "trellis:bits=1,center=0,first=false", "trellis:bits=4,weights=false,blocks=false",
     "trellis:bits=3,center=0,weights=false,blocks=false",
-)
+)  # fmt: skip
 """Specs whose keys learn, in every combination of what they may learn."""
 
 NOT_OF_PAGES = {"exact", "joint"}
@@ -144,14 +108,10 @@ def facts(spec: str) -> Facts:
     """Return the facts of a spec."""
     k, v = both = codecs(spec)
     return Facts(
-        k.group > 1,
-        v.group > 1,
-        any(codec.learns_from > 0 for codec in both),
-        any(codec.has_bias for codec in both),
-        any(codec.joint for codec in both),
-        any(codec.exact for codec in both),
-        any(isinstance(codec, FittedCodec) for codec in both),
-    )
+        k.group > 1, v.group > 1, any(codec.learns_from > 0 for codec in both),
+        any(codec.has_bias for codec in both), any(codec.joint for codec in both),
+        any(codec.exact for codec in both), any(isinstance(codec, FittedCodec) for codec in both),
+    )  # fmt: skip
 
 
 def class_specs(specs: Iterable[str]) -> list[str]:
@@ -187,12 +147,12 @@ def kit_classes(
     module: str, *kinds: str, fitted: bool, grouped: bool | None = None
 ) -> Iterator[tuple[str, type]]:
     """Yield names and classes of tests for a module, of kinds ``Method``, ``Cache``, ``Paged``."""
-    examples = example_specs(fitted=fitted, grouped=grouped)
-    variants = variant_specs(fitted=fitted, grouped=grouped)
+    examples = testing.example_specs(fitted=fitted, grouped=grouped)
+    variants = testing.variant_specs(fitted=fitted, grouped=grouped)
     whole = {
-        "Method": method_specs(),
-        "Cache": class_specs(example_specs(fitted=fitted)),
-        "Paged": page_specs(example_specs(fitted=fitted)),
+        "Method": testing.method_specs(),
+        "Cache": class_specs(testing.example_specs(fitted=fitted)),
+        "Paged": page_specs(testing.example_specs(fitted=fitted)),
     }
     for kind in kinds:
         contract = CONTRACTS[fitted][kind]
@@ -208,5 +168,5 @@ def kit_classes(
                 members["pytestmark"] = pytest.mark.slow
             name = "".join(part.capitalize() for part in spec.replace("=", " ").split())
             title = f"Test{kind}_{name}"
-            omitted = without(contract, _kept(kind, spec, complete))
+            omitted = testing.without(contract, _kept(kind, spec, complete))
             yield title, type(title, (contract,), omitted | members)

@@ -43,15 +43,13 @@ class Master:
         return f"mooncake://127.0.0.1:{self.port}?admin={self.admin}"
 
     def start(self):
-        self.process = subprocess.Popen(
-            [
-                *(BINARY, "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
-                *("--metrics_host=127.0.0.1", f"--metrics_port={self.admin}"),
-                *("--client_ttl=2", "--default_kv_lease_ttl=1000", *self.options),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [
+            *(BINARY, "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
+            *("--metrics_host=127.0.0.1", f"--metrics_port={self.admin}"),
+            *("--client_ttl=2", "--default_kv_lease_ttl=1000", *self.options),
+        ]
+        nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, **nowhere)
         return all(self._listens(port) for port in (self.port, self.admin))
 
     def _listens(self, port):

@@ -8,10 +8,8 @@ from kvpact import AttendConfig, CacheGeometry
 from kvpact.testing.specs import method_specs
 
 METHODS = [
-    *method_specs(fitted=False),
-    "turboquant:bits=3,center=64",
-    "turboquant:bits=3,mode=prod",
-]
+    *method_specs(fitted=False), "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",
+]  # fmt: skip
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

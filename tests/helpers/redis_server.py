@@ -42,15 +42,12 @@ class Server:
             for name in ("cert", "key"):
                 ports += [f"--tls-{name}-file", str(self.tls[name])]
             ports += ["--tls-ca-cert-file", str(self.tls["cert"])]
-        self.process = subprocess.Popen(
-            [
-                *(BINARY, *ports, "--bind", "127.0.0.1", "--requirepass", self.password),
-                *("--dir", str(self.folder), "--save", "", "--appendonly", "yes"),
-                *("--appendfsync", "always", *self.options),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [
+            *(BINARY, *ports, "--bind", "127.0.0.1", "--requirepass", self.password),
+            *("--dir", str(self.folder), "--save", "", "--appendonly", "yes"),
+            *("--appendfsync", "always", *self.options),
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         # Its own word, and not a wait for some time; it ends where the port is taken.
         return any("Ready to accept connections" in line for line in self.process.stdout)
 

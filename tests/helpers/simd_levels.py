@@ -16,10 +16,8 @@ def levels() -> list[Any]:
     """Return all SIMD levels for pytest; all but the one that computes here are marked slow."""
     loaded = _load()
     best = None if isinstance(loaded, str) else loaded.level
-    return [
-        pytest.param(name, marks=() if name == best else pytest.mark.slow, id=name)
-        for name in LEVELS
-    ]
+    slow = {name: () if name == best else pytest.mark.slow for name in LEVELS}
+    return [pytest.param(name, marks=marks, id=name) for name, marks in slow.items()]
 
 
 each_half = pytest.mark.parametrize("half", (0, pytest.param(1, marks=pytest.mark.slow)))

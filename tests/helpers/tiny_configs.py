@@ -1,5 +1,6 @@
 """Configs of tiny models that several tests of transformers run."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,33 +34,17 @@ WINDOW = 16
 """Tokens of layers with a window."""
 Sizes = dict[str, Any]
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 """What every tiny config starts from."""
 LATENT = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
+    "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+    "v_head_dim": 24, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2,
     "n_shared_experts": 1,
-}
+}  # fmt: skip
 """Sizes of the latent attention of DeepSeek-V2, V3 and V3.2."""
 
 
@@ -97,86 +82,54 @@ def lfm2(sizes: Sizes) -> Any:
 
 def inkling(sizes):
     return InklingTextConfig(
-        **sizes,
-        head_dim=16,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=16,
-        sliding_window_size=WINDOW,
-        d_rel=8,
-        rel_extent=64,
-        layer_types=["hybrid_sliding", "hybrid"],
-        mlp_layer_types=["dense", "dense"],
+        **sizes, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=WINDOW, d_rel=8, rel_extent=64,
+        layer_types=["hybrid_sliding", "hybrid"], mlp_layer_types=["dense", "dense"],
         logits_mup_width_multiplier=1.0,
-    )
+    )  # fmt: skip
 
 
 def dots3(sizes):
     latent = {"q_lora_rank": 16, "head_dim": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}
     return Dots3NoteTextConfig(
-        **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3},
-        **latent,
-        **{f"swa_{name}": value for name, value in latent.items()},
-        kv_lora_rank=32,
-        swa_kv_lora_rank=48,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=4,
-        qk_rope_head_dim=16,
-        moe_intermediate_size=32,
-        shared_experts_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        sliding_window=WINDOW,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-        use_dsa=False,
-    )
+        **{**sizes, "num_key_value_heads": 4, "num_hidden_layers": 3}, **latent,
+        **{f"swa_{name}": value for name, value in latent.items()}, kv_lora_rank=32,
+        swa_kv_lora_rank=48, swa_num_attention_heads=4, swa_num_key_value_heads=4,
+        qk_rope_head_dim=16, moe_intermediate_size=32, shared_experts_intermediate_size=32,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention", "full_attention"], use_dsa=False,
+    )  # fmt: skip
 
 
 LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 """Sizes of the linear attention and the experts of Qwen3-Next and Qwen4."""
 
 
 def qwen3_next(sizes):
     return Qwen3NextConfig(
-        **sizes,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        **LINEAR,
+        **sizes, head_dim=16, layer_types=["linear_attention", "full_attention"], **LINEAR
     )
 
 
 def deepseek_v4(sizes, index_topk=4):
     kinds = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
     return DeepseekV4Config(
-        **{**sizes, "num_hidden_layers": 3},
-        **{"head_dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16},
-        **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
-        layer_types=list(kinds),
-        compress_rates={kinds[1]: 8, kinds[2]: 4},
-        sliding_window=WINDOW,
-        **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": index_topk},
-    )
+        **{**sizes, "num_hidden_layers": 3}, head_dim=32, q_lora_rank=16, o_groups=2,
+        o_lora_rank=16, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        layer_types=list(kinds), compress_rates={kinds[1]: 8, kinds[2]: 4}, sliding_window=WINDOW,
+        index_n_heads=16, index_head_dim=32, index_topk=index_topk,
+    )  # fmt: skip
 
 
 KINDS = {
-    "inkling": inkling,
-    "dots3": dots3,
-    "qwen3_next": qwen3_next,
-    "lfm2_conv": lfm2,
-    "falcon_h1": falcon_h1,
-    "gemma3": lambda s: gemma3(s, "sliding", "full"),
+    "inkling": inkling, "dots3": dots3, "qwen3_next": qwen3_next, "lfm2_conv": lfm2,
+    "falcon_h1": falcon_h1, "gemma3": lambda s: gemma3(s, "sliding", "full"),
     "deepseek_v4": deepseek_v4,
-}
+}  # fmt: skip
 """Models with layers of several kinds, by name."""
 
 MADE = {"gemma4_k_eq_v": gemma4_k_eq_v}
@@ -188,45 +141,28 @@ INDEX = {"index_head_dim": 32, "index_n_heads": 16, "index_topk": 24}
 
 def minimax_m3(sizes, **more):
     return MiniMaxM3VLTextConfig(
-        **{**sizes, "num_hidden_layers": 3},
-        head_dim=16,
-        rotary_dim=8,
-        dense_intermediate_size=64,
-        shared_intermediate_size=32,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        **{**sizes, "num_hidden_layers": 3}, head_dim=16, rotary_dim=8, dense_intermediate_size=64,
+        shared_intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["full_attention", "minimax_m3_sparse", "full_attention"],
-        mlp_layer_types=["dense"] * 3,
-        index_n_heads=2,
+        mlp_layer_types=["dense"] * 3, index_n_heads=2,
         **{"index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, **more},
-    )
+    )  # fmt: skip
 
 
 def qwen4(sizes, index_topk=24):
     return Qwen4ExpTextConfig(
-        **sizes,
-        **LINEAR,
-        head_dim=16,
-        layer_types=["linear_attention", "indexed_attention"],
-        indexer_n_heads=16,
-        indexer_kv_heads=1,
-        indexer_head_dim=32,
-        indexer_budget=index_topk,
-        indexer_compress_ratio=4,
-        hc_count=2,
-        hc_lowrank=8,
-    )
+        **sizes, **LINEAR, head_dim=16, layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=index_topk,
+        indexer_compress_ratio=4, hc_count=2, hc_lowrank=8,
+    )  # fmt: skip
 
 
 def glm5(sizes, index_topk=24):
     return Glm5NextTextConfig(
-        **sizes | LATENT | INDEX | {"index_topk": index_topk, "qk_rope_head_dim": 0},
-        index_kpool=4,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        layer_types=["linear_attention", "indexed_attention"],
-        hc_mult=2,
-    )
+        **sizes | LATENT | INDEX | {"index_topk": index_topk, "qk_rope_head_dim": 0}, index_kpool=4,
+        linear_head_dim=16, linear_num_heads=4,
+        layer_types=["linear_attention", "indexed_attention"], hc_mult=2,
+    )  # fmt: skip
 
 
 def latent_indexed(config):
@@ -268,6 +204,17 @@ def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:
     with torch.no_grad():
         steps = [model(part, **named(cache), use_cache=True).logits for part in parts]
     return torch.cat(steps, dim=1)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Let nothing but the end of its last reference free what is let go of inside."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

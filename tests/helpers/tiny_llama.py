@@ -11,17 +11,10 @@ def tiny_llama(positions: int, **options: Any) -> Any:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=positions,
-        initializer_range=0.2,
-        **options,
-    )
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=positions, initializer_range=0.2, **options,
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 

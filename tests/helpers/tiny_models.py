@@ -8,12 +8,11 @@ from tiny_configs import INDEXED, KINDS, MADE, SIZES, TextModel
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.model.facts import layer_facts
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
 _SMALL = {
-    "head_dim": 16,
-    **dict.fromkeys(_EXPERTS, 4),
+    "head_dim": 16, **dict.fromkeys(_EXPERTS, 4),
     **dict.fromkeys(("num_experts_per_tok", "linear_num_key_heads"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "n_groups"), 1),
@@ -25,9 +24,8 @@ _SMALL = {
     **{"mamba_d_state": 8, "ssm_state_size": 8, "mamba_n_groups": 1, "mamba_num_heads": 4},
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
     **{"mamba_chunk_size": 8, "chunk_size": 8, "mamba_n_heads": 8},
-    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
-    "global_head_dim": 32,
-}
+    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}, "global_head_dim": 32,
+}  # fmt: skip
 """What makes a model small, where its config has it."""
 _HEADS = {"num_key_value_heads": 4}
 _OWN: dict[str, dict[str, Any]] = {
@@ -38,20 +36,17 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": _HEADS | {"first_k_dense_replace": 1},
     "gemma2": {},
     "gemma3n_text": {
-        "layer_types": ["full_attention", "sliding_attention", *["full_attention"] * 3],
-        "num_hidden_layers": 5,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
-        "activation_sparsity_pattern": [0.0] * 5,
+        "layer_types": [
+            "full_attention", "sliding_attention",
+            *["full_attention"] * 3,
+        ],
+        "num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 8,
+        "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 5,
     },
     "gemma4_text": {
         "layer_types": ["sliding_attention", *["full_attention"] * 3],
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "sliding_window": 16,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16,
+        "global_head_dim": 32, "sliding_window": 16,
     },
     "gpt_oss": {},
     "mimo_v2_flash": {},
@@ -80,7 +75,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "lfm3": {},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 NAMES = [*_OWN, *KINDS, *INDEXED, *MADE]
 _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}
 """Models of which transformers has no version with logits."""

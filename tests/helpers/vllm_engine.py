@@ -43,14 +43,9 @@ class Engine:
         llm = {"block_size": 32, "kv_cache_memory_bytes": 1 << 28, **llm}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), json.dumps(llm)],
-                env=env,
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+                [sys.executable, str(script), json.dumps(llm)], env=env, cwd=folder,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
 
     @property
     def log(self):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from kvpact import create_cache
-from kvpact.cache.codecs import latent_spec
+from kvpact.cache.layer.held import Held
+from kvpact.cache.stream.codecs import latent_spec
 from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
@@ -110,11 +111,10 @@ class WindowBeside:
         if self.width and self.exact is not None:
             held, entry = self.stored.seq_len(0), read.entry(0)
             start = max(held - self.width, 0)
-            streams = [
-                stream._replace(memory=TokenMemory(x[:, :, start:], start), tail_start=start)
-                for stream, x in zip(entry.streams(), self.exact, strict=True)
-            ]
-            entry.restore(*streams, None)
+            both = zip(entry.streams(), self.exact, strict=True)
+            held = [(stream, TokenMemory(x[:, :, start:], start)) for stream, x in both]
+            streams = [x._replace(memory=memory, tail_start=start) for x, memory in held]
+            entry.restore(Held(*streams))
         self.stored.store(0, k=k, v=v)
         old = self.exact or (k[:, :, :0], v[:, :, :0])
         self.exact = [torch.cat(both, 2) for both in zip(old, (k, v), strict=True)]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.calibrate import output_energies
-from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.model.offsets import key_offsets
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 
@@ -48,10 +48,8 @@ def read(model, store):
     return {
         "offsets": [[offset.channels, offset.bias] for _, offset in sorted(offsets.items())],
         "energies": [x.tolist() for _, x in sorted(output_energies(model).items())],
-        "fingerprint": model_fingerprint(model),
-        "key": prefixes.keys(ids)[0],
-        "text": text,
-    }
+        "fingerprint": model_fingerprint(model), "key": prefixes.keys(ids)[0], "text": text,
+    }  # fmt: skip
 
 
 def main(rank, folder, kind):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from kvpact.integrations.transformers import CompressedCache, fallback
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.versions import VersionError
 
 logging.set_verbosity_error()
@@ -84,8 +84,7 @@ def llama(make_model):
 @pytest.fixture
 def prompt():
     """Return ids and mask of two rows, the first padded by 7 on the left."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 128, (2, 40), generator=generator)
+    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
@@ -113,6 +112,13 @@ def fallbacks():
 
 
 @pytest.fixture
-def ids():
-    """Return 60 tokens of 3 rows."""
-    return torch.randint(3, 128, (3, 60), generator=torch.Generator().manual_seed(5))
+def ids(request):
+    """Return tokens: 60 of 3 rows, or of a module's own shape and seed."""
+    shape, seed = getattr(request.module, "SHAPE_AND_SEED", ((3, 60), 5))
+    return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield

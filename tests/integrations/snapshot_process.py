@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.model.facts import layer_facts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from tiny_configs import KINDS

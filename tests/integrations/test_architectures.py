@@ -42,8 +42,7 @@ def test_exact_cache_gives_the_same_tokens(name, make_model, sizes, prompt, gree
         model.set_attn_implementation("kvpact")
     cache = CompressedCache(model.config, "none")
     got, said = fallbacks(lambda: model.generate(**prompt, **greedy, **named(cache)))
-    assert got.equal(wanted)
-    assert said == []
+    assert got.equal(wanted) and said == []
     layers = cache.stats()["layers"]
     assert layers["native"] == NATIVE.get(name, 0)
     assert layers["compressed"] == len(cache.layers) - layers["native"]
@@ -53,10 +52,9 @@ def test_exact_cache_gives_the_same_tokens(name, make_model, sizes, prompt, gree
 
 
 def test_a_model_without_full_attention_is_refused(sizes):
-    config = MistralConfig(**sizes, sliding_window=16)
     told = r"no layer of this model has full attention.* 2 of 'sliding_attention' \(the last tokens"
     with pytest.raises(KVPactError, match=told):
-        CompressedCache(config, "none")
+        CompressedCache(MistralConfig(**sizes, sliding_window=16), "none")
 
 
 def test_recipe_names_layers_of_the_model(llama, prompt):

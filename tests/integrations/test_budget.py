@@ -15,6 +15,8 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 IDS = torch.randint(3, 128, (1, 900), generator=torch.Generator().manual_seed(5))
 BYTES = 360_000
 
@@ -33,7 +35,6 @@ def run(model, cache, ids, size=64):
     return torch.cat(found, 1)
 
 
-@torch.no_grad()
 def test_a_model_stays_within_its_budget_and_is_exact_while_all_fits(model):
     cache = CompressedCache(model, budget=BYTES)
     wanted, found = (run(model, x, IDS) for x in (DynamicCache(config=model.config), cache))
@@ -56,14 +57,12 @@ def test_a_model_stays_within_its_budget_and_is_exact_while_all_fits(model):
     assert torch.equal(run(model, other, IDS[:, 5:9], 1), run(model, copied, IDS[:, 5:9], 1))
 
 
-@torch.no_grad()
 def test_windows_of_other_layers_are_set_aside(make_model):
     model = make_model(gemma3(dict(SIZES), "sliding", "full", sliding_window=64))
     cache = CompressedCache(model, budget=BYTES)
     run(model, cache, IDS)
     told = cache.stats()
-    assert told["own_bytes"] > 0
-    assert cache._shared.budget.beside[4] >= told["own_bytes"]
+    assert told["own_bytes"] > 0 and cache._shared.budget.beside[4] >= told["own_bytes"]
     assert told["budget"]["bytes"] == BYTES
     with pytest.raises(BudgetExceeded, match="rows"):
         cache.batch_repeat_interleave(2)
@@ -72,7 +71,6 @@ def test_windows_of_other_layers_are_set_aside(make_model):
         model(input_ids=IDS[:, :8], **named(small), use_cache=True)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("size", [200, 300, 450])
 def test_long_chunks_run_in_which_the_end_fits(model, size):
     """What is read behind them afterwards is as good as after pieces of 64."""
@@ -86,7 +84,6 @@ def test_long_chunks_run_in_which_the_end_fits(model, size):
     assert means[1] < 1.1 * means[0] < 0.3
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_chat_goes_on_turn_by_turn(model, enabled):
     chat, cache = IDS[:, :0], CompressedCache(model, budget=BYTES)
@@ -109,17 +106,7 @@ def test_what_can_t_go_with_a_budget(model):
         prefix_cache(MemoryStore(), model, CompressedCache(model, budget=BYTES))
 
 
-@torch.no_grad()
-def test_enable_takes_a_budget(model):
-    with kvpact.enable(model, budget=BYTES):
-        found = model.generate(
-            IDS[:, :100], max_new_tokens=5, do_sample=False, return_dict_in_generate=True
-        )
-    assert cache_of(found).stats()["budget"]["bytes"] == BYTES
-
-
-@torch.no_grad()
-def test_a_ladder_is_kept_and_shares_are_of_the_exact_cache(model):
+def test_enable_takes_a_budget_whose_ladder_is_kept_and_shares_are_of_the_exact_cache(model):
     layers = model.config.num_hidden_layers
     costs = {"key": [float(i) for i in range(layers)], "value": [0.5] * layers}
     wanted = {(i, side): x for side, own in enumerate(costs.values()) for i, x in enumerate(own)}
@@ -128,6 +115,7 @@ def test_a_ladder_is_kept_and_shares_are_of_the_exact_cache(model):
         options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
         found = model.generate(IDS[:, :100], **options)
     assert cache_of(found)._shared.budget.sensitivity == wanted
+    assert cache_of(found).stats()["budget"]["bytes"] == BYTES
     exact = kvpact.size(model, "none", 900).rows[0].exact
     cache = CompressedCache(model, budget="50%", context=900)
     assert cache._shared.budget.bytes == exact // 2

@@ -9,8 +9,8 @@ from transformers import CohereConfig, DynamicCache, LlamaConfig, Qwen2Config
 from kvpact import Snapshot, parse_spec, recode
 from kvpact.errors import GeometryError, SpecError
 from kvpact.integrations.transformers import CompressedCache, calibrate, key_offsets, prefix_cache
+from kvpact.integrations.transformers.attention.seen import seen_attention
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
-from kvpact.integrations.transformers.record import seen_attention
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import RowRotation
 from kvpact.stores import MemoryStore
@@ -23,18 +23,12 @@ def texts(count=2, length=160, vocabulary=125):
     return [torch.randint(3, vocabulary, (length,), generator=generator) for _ in range(count)]
 
 
-def llama_like(sizes, kind):
-    if kind == "interleaved":
-        return CohereConfig(**sizes, logit_scale=1.0)
-    if kind == "bias":
-        return Qwen2Config(**sizes)
-    return LlamaConfig(**sizes)
-
-
-@pytest.mark.parametrize("kind", ["half", "interleaved", "bias"])
-def test_keys_before_rope_are_what_the_projection_gives(make_model, sizes, kind):
+@pytest.mark.parametrize(("kind", "more"), [
+    (LlamaConfig, {}), (CohereConfig, {"logit_scale": 1.0}), (Qwen2Config, {}),
+], ids=["half", "interleaved", "bias"])  # fmt: skip
+def test_keys_before_rope_are_what_the_projection_gives(make_model, sizes, kind, more):
     """The projection's own output is the oracle, at every position."""
-    model = make_model(llama_like(sizes, kind))
+    model = make_model(kind(**sizes, **more))
     given = {}
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.k_proj.register_forward_hook(
@@ -87,21 +81,14 @@ def test_energies_of_the_output_projection(llama):
     torch.testing.assert_close(found[1], wanted)
 
 
-def biased(make_model, sizes):
-    """A model whose keys have a large bias in one slow pair of channels."""
-    model = make_model(Qwen2Config(**sizes))
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data[torch.tensor([7, 15, 23, 31])] = torch.tensor(
-            [60.0, -20.0, 30.0, 50.0]
-        )
-        layer.self_attn.q_proj.weight.data[7::8] *= 0.02
-        layer.self_attn.q_proj.bias.data[7::8] = 0
-    return model
-
-
 def test_keys_with_a_large_bias(make_model, sizes):
     """`pca` learns the bias with the mean, before RoPE; other methods have it taken off."""
-    model = biased(make_model, sizes)
+    model = make_model(Qwen2Config(**sizes))  # the bias is in one slow pair of channels
+    for layer in model.model.layers:
+        bias = torch.tensor([60.0, -20.0, 30.0, 50.0])
+        layer.self_attn.k_proj.bias.data[torch.tensor([7, 15, 23, 31])] = bias
+        layer.self_attn.q_proj.weight.data[7::8] *= 0.02
+        layer.self_attn.q_proj.bias.data[7::8] = 0
     offsets = key_offsets(model)
     assert sorted(offsets) == [0, 1]
     calibration = calibrate(model, texts(), SPECS)

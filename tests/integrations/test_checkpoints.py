@@ -10,21 +10,11 @@ from kvpact.errors import FormatError, GeometryError, IntegrityError, SnapshotEr
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
-from kvpact.stores import MemoryStore, StoreWarning
+from kvpact.stores import StoreWarning
 
+SHAPE_AND_SEED = (1, 300), 4  # of `ids`
 every_model = pytest.mark.parametrize("name", sorted(KINDS.keys() - {"deepseek_v4"}))
 CHUNK = 32
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture
-def store():
-    with MemoryStore() as held:
-        yield held
 
 
 @pytest.fixture
@@ -220,10 +210,9 @@ def test_after_an_interrupt_nothing_is_saved(store, wide, ids):
 
 
 def test_tokens_stored_by_another_spec_have_windows_and_states(store, wide, ids):
-    options = {"storage": "int:bits=8"}
-    cache, prefixes = opened(store, wide, **options)
+    cache, prefixes = opened(store, wide, storage="int:bits=8")
     prefixes.prefill(ids[:, :129])
-    again, loaded = opened(store, wide, **options)
+    again, loaded = opened(store, wide, storage="int:bits=8")
     assert loaded.load(ids) == 128
     wanted, got = (run(wide, x, [ids[:, 128:150]]) for x in (cache, again))
     assert not torch.equal(got, wanted)
@@ -258,9 +247,8 @@ def test_a_cache_of_another_text_is_refused_and_stores_nothing(store, wide, ids)
 
 @pytest.mark.parametrize("kind", ["sliding", "state"])
 def test_after_an_interrupt_it_does_not_go_on(kind, store, make_model, sizes, ids):
-    model = make_model(
-        gemma3(sizes, "full", "sliding") if kind == "sliding" else KINDS["qwen3_next"](sizes)
-    )
+    made = {"sliding": lambda s: gemma3(s, "full", "sliding"), "state": KINDS["qwen3_next"]}
+    model = make_model(made[kind](sizes))
     cache, prefixes = opened(store, model)
     with interrupted(model.model.layers[-1]):
         prefixes.prefill(ids[:, :129])

@@ -1,25 +1,26 @@
 """`CompressedCache` as transformers' `Cache`: state, bookkeeping, fallbacks, bytes."""
 
 import copy
-import gc
 import weakref
 
 import pytest
 import torch
 from families import crop_nothing
+from tiny_configs import without_collector
 from transformers import DynamicCache, LlamaConfig
 
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, versions
-from kvpact.integrations.transformers.attention import attention_forward
+from kvpact.integrations.transformers.attention.forward import attention_forward
 from kvpact.integrations.transformers.versions import named
 from kvpact.testing import held_bytes
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def prefilled(model, prompt, spec="turboquant:bits=4", **options):
     cache = CompressedCache(model.config, spec, **options)
-    with torch.no_grad():
-        model(**prompt, **named(cache))
+    model(**prompt, **named(cache))
     return cache
 
 
@@ -35,13 +36,8 @@ def test_padding_longer_than_the_first_chunk(llama, prompt):
         end = start + 4
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
         for held in (cache, exact):
-            with torch.no_grad():
-                llama(
-                    input_ids=ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions,
-                    **named(held),
-                )
+            places = {"position_ids": positions, "attention_mask": mask[:, :end]}
+            llama(input_ids=ids[:, start:end], **places, **named(held))
     sinks = inner(cache).k.sinks
     assert torch.equal(sinks[0], exact.layers[0].keys[0, :, 7:10])
 
@@ -49,11 +45,8 @@ def test_padding_longer_than_the_first_chunk(llama, prompt):
 def test_mask_sizes_and_lengths(llama, prompt):
     cache = prefilled(llama, prompt)
     layer = cache.layers[0]
-    assert (layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()) == (
-        40,
-        (45, 0),
-        -1,
-    )
+    sizes = layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()
+    assert sizes == (40, (45, 0), -1)
     assert (getattr(cache, "batch_size", 2), cache.is_compileable) == (2, False)
     assert getattr(cache, "is_croppable", True)
     assert all(layer.is_initialized for layer in cache.layers)
@@ -66,8 +59,7 @@ def test_tokens_count_before_they_are_attended(llama):
     layer = CompressedCache(llama.config, "none").layers[0]
     k = torch.ones(1, 2, 3, 16)
     handle, _ = layer.update(k, k)
-    assert layer.get_seq_length() == 3
-    assert tuple(handle.shape) == (1, 2, 3, 16)
+    assert layer.get_seq_length() == 3 and tuple(handle.shape) == (1, 2, 3, 16)
     layer.update(2 * k, 2 * k)
     assert layer.get_seq_length() == 6
     assert torch.equal(layer.keys, torch.cat([k, 2 * k], dim=2))
@@ -76,9 +68,8 @@ def test_tokens_count_before_they_are_attended(llama):
 @pytest.mark.parametrize("spec", ["none", "turboquant:bits=3", "kivi:bits=2", "kvarn:bits=4"])
 def test_crop(llama, prompt, spec):
     cache, short = CompressedCache(llama.config, spec), CompressedCache(llama.config, spec)
-    with torch.no_grad():
-        llama(**prompt, **named(cache))
-        llama(**{k: v[:, :33] for k, v in prompt.items()}, **named(short))
+    llama(**prompt, **named(cache))
+    llama(**{k: v[:, :33] for k, v in prompt.items()}, **named(short))
     crop_nothing(cache)
     assert cache.get_seq_length() == 40
     cache.crop(-7)
@@ -94,26 +85,18 @@ def test_crop(llama, prompt, spec):
 
 
 def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, fallbacks):
-    spec = "none"
     llama.set_attn_implementation("eager")
-    cache = CompressedCache(llama.config, spec, attention="keep")
+    cache = CompressedCache(llama.config, "none", attention="keep")
     slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
-    assert llama.config._attn_implementation == "eager"
-    assert len(said) == 1
+    assert llama.config._attn_implementation == "eager" and len(said) == 1
     llama.set_attn_implementation("kvpact")
-    fused, said = fallbacks(
-        lambda: llama.generate(
-            **prompt,
-            **greedy,
-            **named(CompressedCache(llama.config, spec)),
-        )
-    )
-    assert said == []
-    assert torch.equal(slow, fused)
+    cache = CompressedCache(llama.config, "none")
+    fused, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
+    assert said == [] and torch.equal(slow, fused)
 
 
 def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):
-    from kvpact.integrations.transformers.handles import KVHandle
+    from kvpact.integrations.transformers.held.handles import KVHandle
 
     def refuse(self):
         raise AssertionError("K or V was decompressed as a whole")
@@ -143,21 +126,19 @@ def test_exact_tokens_are_let_go_once_they_are_stored(llama):
     for attention in ("kvpact", "sdpa"):
         llama.set_attn_implementation(attention)
         cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
-        with torch.no_grad():
-            llama(ids, **named(cache))
+        llama(ids, **named(cache))
         assert cache._shared.waiting == [None, None]
         assert cache.memory_usage() == held_bytes(cache._shared)
 
 
 def test_a_mask_is_kept_no_longer_than_its_call_and_other_rules_are(llama, prompt):
     cache, token = CompressedCache(llama.config, "none"), prompt["input_ids"][:, :1]
-    with torch.no_grad():
-        llama(**prompt, **named(cache))
-        assert cache._shared.asked is None
-        configs = []
-        for _ in range(2):
-            llama(token, **named(cache))
-            configs.append(cache._shared.asked.config)
+    llama(**prompt, **named(cache))
+    assert cache._shared.asked is None
+    configs = []
+    for _ in range(2):
+        llama(token, **named(cache))
+        configs.append(cache._shared.asked.config)
     assert configs[0] is configs[1] and configs[0].mask is None
 
 
@@ -166,39 +147,35 @@ def test_handles_are_used_again_only_where_nothing_refers_to_them(llama):
     config.num_hidden_layers = 5
     cache = CompressedCache(config, "none")
     tokens = torch.randn(5, 2, 1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        kept = cache.update(*tokens[0], 0)
-        first = cache.update(*tokens[1], 1)
-        freed = [id(x) for x in first]
-        assert not {id(x) for x in kept} & set(freed)
-        del first
-        again = cache.update(*tokens[2], 2)
-        assert [id(x) for x in again] == freed
-        one = again[1]  # of a pair of which the model keeps one
-        del again
-        later = cache.update(*tokens[3], 3)
-        assert not {id(x) for x in later} & set(freed)
-        last = cache.update(*tokens[4][..., :2, :], 4)
-        assert [x.shape[2] for x in last] == [2, 2]
-        for layer, pair in ((0, kept), (3, later)):
-            assert all(map(torch.equal, pair, tokens[layer]))
-        assert torch.equal(one, tokens[2][1])
-        assert all(map(torch.equal, last, tokens[4][..., :2, :]))
+    kept = cache.update(*tokens[0], 0)
+    first = cache.update(*tokens[1], 1)
+    freed = [id(x) for x in first]
+    assert not {id(x) for x in kept} & set(freed)
+    del first
+    again = cache.update(*tokens[2], 2)
+    assert [id(x) for x in again] == freed
+    one = again[1]  # of a pair of which the model keeps one
+    del again
+    later = cache.update(*tokens[3], 3)
+    assert not {id(x) for x in later} & set(freed)
+    last = cache.update(*tokens[4][..., :2, :], 4)
+    assert [x.shape[2] for x in last] == [2, 2]
+    for layer, pair in ((0, kept), (3, later)):
+        assert all(map(torch.equal, pair, tokens[layer]))
+    assert torch.equal(one, tokens[2][1])
+    assert all(map(torch.equal, last, tokens[4][..., :2, :]))
 
 
 def test_a_refused_step_leaves_no_tokens_behind(llama, prompt):
     cache, token = prefilled(llama, prompt), torch.zeros(2, 2, 1, 16)
     module, token[0] = llama.model.layers[0].self_attn, float("nan")
-    gc.disable()
-    try:
-        with torch.no_grad(), pytest.raises(NonFiniteError):
+    with without_collector():
+        with pytest.raises(NonFiniteError):
             pair = cache.update(token, token, 0)
             refused = weakref.ref(pair[0].pending)
             attention_forward(module, torch.zeros(2, 4, 1, 16), *pair, None)
         del pair
         assert refused() is None
-    finally:
-        gc.enable()
 
 
 def test_packed_only_attends_to_stored_slots(llama, prompt):
@@ -211,8 +188,7 @@ def test_packed_only_attends_to_stored_slots(llama, prompt):
         "packed": {"spec": spec, "exact_new": False},
     }.items():
         cache = CompressedCache(llama.config, **options)
-        with torch.no_grad():
-            logits[name] = llama(**inputs, **named(cache)).logits
+        logits[name] = llama(**inputs, **named(cache)).logits
     assert torch.allclose(logits["exact"], logits["new exact"], atol=1e-5)
     assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2
 
@@ -222,37 +198,35 @@ def test_attention_that_refuses_a_mask_stores_nothing(llama, prompt, spec):
     """The next call goes on as if the refused one had never come."""
     ids = prompt["input_ids"][1:]
     cache = CompressedCache(llama.config, spec)
-    with torch.no_grad():
-        llama(ids, **named(cache))
-        before = [t.clone() for i in range(2) for t in inner(cache, i).tensors()]
-        wrong = torch.ones(1, 1, 30, 69, dtype=torch.bool).tril(39)
-        with pytest.raises(GeometryError, match="mask"):
-            llama(ids[:, :30], attention_mask=wrong, **named(cache))
-        assert [cache.get_seq_length(i) for i in range(2)] == [40, 40]
-        after = [t for i in range(2) for t in inner(cache, i).tensors()]
-        assert all(map(torch.equal, before, after))
-        twin = CompressedCache(llama.config, spec)
-        llama(ids, **named(twin))
-        assert torch.equal(*(llama(ids, **named(held)).logits for held in (cache, twin)))
+    llama(ids, **named(cache))
+    before = [t.clone() for i in range(2) for t in inner(cache, i).tensors()]
+    wrong = torch.ones(1, 1, 30, 69, dtype=torch.bool).tril(39)
+    with pytest.raises(GeometryError, match="mask"):
+        llama(ids[:, :30], attention_mask=wrong, **named(cache))
+    assert [cache.get_seq_length(i) for i in range(2)] == [40, 40]
+    after = [t for i in range(2) for t in inner(cache, i).tensors()]
+    assert all(map(torch.equal, before, after))
+    twin = CompressedCache(llama.config, spec)
+    llama(ids, **named(twin))
+    assert torch.equal(*(llama(ids, **named(held)).logits for held in (cache, twin)))
 
 
 def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
-    from kvpact.integrations.transformers import attention
+    from kvpact.integrations.transformers.attention import forward as attention
 
     looked, given = [], attention.left_padding
     monkeypatch.setattr(attention, "left_padding", lambda m: looked.append(m) or given(m))
     cache, mask = CompressedCache(llama.config, "none"), prompt["attention_mask"]
-    with torch.no_grad():
-        llama(**prompt, **named(cache))
-        for end in (41, 42):
-            row = torch.nn.functional.pad(mask, (0, end - 40), value=1)
-            llama(prompt["input_ids"][:, :1], attention_mask=row, **named(cache))
+    llama(**prompt, **named(cache))
+    for end in (41, 42):
+        row = torch.nn.functional.pad(mask, (0, end - 40), value=1)
+        llama(prompt["input_ids"][:, :1], attention_mask=row, **named(cache))
     assert len(looked) == 3
 
 
 def test_a_mask_that_changes_between_layers_is_looked_at_again(llama):
     """Equal tensors are told from changed ones: a model may write to its mask."""
-    from kvpact.integrations.transformers.attention import call_config
+    from kvpact.integrations.transformers.attention.forward import call_config
 
     layers = CompressedCache(llama.config, "none").layers
     k, mask = torch.ones(1, 2, 3, 16), torch.ones(1, 1, 3, 3, dtype=torch.bool)
@@ -275,30 +249,23 @@ def test_empty_cache(llama):
 
 def test_slots_are_freed_with_the_cache(llama, prompt):
     """No cycle of references keeps them until the garbage collector comes."""
-    gc.disable()
-    try:
+    with without_collector():
         cache = prefilled(llama, prompt)
         held = weakref.ref(inner(cache).k.tail)
         del cache
         assert held() is None
-    finally:
-        gc.enable()
 
 
 def test_a_model_with_more_layers_than_its_cache(make_model, sizes, prompt):
     small = LlamaConfig(**{**sizes, "num_hidden_layers": 1})
-    large = make_model(LlamaConfig(**{**sizes, "num_hidden_layers": 2}))
-    with (
-        pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"),
-        torch.no_grad(),
-    ):
+    large = make_model(LlamaConfig(**sizes))
+    with pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"):
         large(**prompt, **named(CompressedCache(small, "none")))
 
 
 def test_iterating_gives_what_a_dynamic_cache_gives(llama, prompt):
     exact = DynamicCache(config=llama.config)
-    with torch.no_grad():
-        llama(**prompt, **named(exact))
+    llama(**prompt, **named(exact))
     cache = prefilled(llama, prompt, "none")
     for one, other in zip(cache, exact, strict=True):
         for x, y in zip(one[:2], other[:2], strict=True):

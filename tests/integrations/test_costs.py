@@ -52,17 +52,16 @@ def test_a_layer_of_a_step_takes_few_calls(make_model, sizes):
     assert (steps[6].total() - steps[2].total()) / 4 <= 11
 
 
-class Caller(torch.nn.Module):
-    def forward(self, cache, states):
-        own = torch.zeros(4)
-        kept = weakref.ref(own)
-        cache.update(states, states, 0)
-        del own
-        return kept()
-
-
 @pytest.mark.parametrize("crosses", [False, True])
 def test_an_update_keeps_nothing_of_its_callers_alive(llama, crosses):
+    class Caller(torch.nn.Module):
+        def forward(self, cache, states):
+            own = torch.zeros(4)
+            kept = weakref.ref(own)
+            cache.update(states, states, 0)
+            del own
+            return kept()
+
     config = copy.deepcopy(llama.config)
     config.add_cross_attention = crosses
     states = torch.zeros(1, config.num_key_value_heads, 3, config.head_dim)

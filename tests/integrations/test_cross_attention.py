@@ -13,15 +13,9 @@ from kvpact.errors import GeometryError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, enable
 from kvpact.integrations.transformers.versions import CACHE, KEEPS_LATENTS, named
 
-both_depths = pytest.mark.parametrize("layers", [1, 2])
+pytestmark = pytest.mark.usefixtures("no_grad")
 # mT5 has T5's attention, Marian and Whisper have BART's.
 every_code = pytest.mark.parametrize("name", ["t5", "t5gemma", "bart"])
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -67,9 +61,8 @@ def test_a_single_cache_is_refused_and_as_before(name, attention, greedy):
         assert lengths(cache, 2) == [0] * 2
     wanted = model(**given, decoder_input_ids=ids).logits
     pair = in_pair(cache)
-    parts = [
-        model(**given, decoder_input_ids=part, **named(pair)).logits for part in ids.split(2, dim=1)
-    ]
+    steps = [{**given, "decoder_input_ids": part} for part in ids.split(2, dim=1)]
+    parts = [model(**step, **named(pair)).logits for step in steps]
     assert torch.allclose(torch.cat(parts, 1), wanted, atol=1e-4)
 
 
@@ -88,10 +81,8 @@ def test_a_filled_cache_is_as_before_a_refusal(name, spec):
             model(**given, decoder_input_ids=part, **named(cache))
         assert lengths(cache, 2) == [50] * 2
     for part in (ids[:, 50:51], ids[:, 51:]):
-        got, wanted = (
-            model(**given, decoder_input_ids=part, **named(x)).logits for x in (pair, untouched)
-        )
-        assert torch.equal(got, wanted)
+        step = {**given, "decoder_input_ids": part}
+        assert torch.equal(*(model(**step, **named(x)).logits for x in (pair, untouched)))
 
 
 def second_layer(model):
@@ -193,7 +184,7 @@ def test_a_decoder_by_itself_needs_a_pair_only_with_an_encoder(name):
     assert torch.allclose(got, model(both, use_cache=False).logits[:, 12:], atol=1e-4)
 
 
-@both_depths
+@pytest.mark.parametrize("layers", [1, 2])
 def test_gpt2_makes_a_pair_by_itself(layers):
     sizes = {"vocab_size": 64, "n_embd": WIDTH, "n_head": 2, "n_positions": 64}
     config = GPT2Config(**sizes, n_layer=layers, add_cross_attention=True)

@@ -39,9 +39,8 @@ def modules(tmp_path, monkeypatch):
 
 
 def run(model, prompt, greedy, **more):
-    return model.generate(
-        **prompt, **greedy, custom_generate=str(FOLDER), trust_remote_code=True, **more
-    )
+    more |= {"custom_generate": str(FOLDER), "trust_remote_code": True}
+    return model.generate(**prompt, **greedy, **more)
 
 
 def test_the_folder_gives_the_tokens_of_a_compressed_cache(llama, prompt, greedy):
@@ -63,10 +62,8 @@ def test_a_model_loaded_with_the_folder_generates_with_it(llama, prompt, greedy,
     shutil.copytree(FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
     assert torch.equal(model.generate(**prompt, **greedy, spec=COARSE), wanted)
-    got = model.generate(
-        prompt["input_ids"], attention_mask=prompt["attention_mask"], **greedy, spec=COARSE
-    )
-    assert torch.equal(got, wanted)
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    assert torch.equal(model.generate(ids, attention_mask=mask, **greedy, spec=COARSE), wanted)
 
 
 def test_what_is_refused(llama, prompt, greedy):

@@ -10,6 +10,7 @@ from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache, enable, versions
 from kvpact.integrations.transformers.versions import CACHE, cache_of, drops_cache_at, named
 
+SHAPE_AND_SEED = (1, 100), 1
 if not versions.KEEPS_LATENTS:
     pytest.skip("transformers before 5.15 does this otherwise", allow_module_level=True)
 
@@ -36,11 +37,6 @@ def model(request):
         pytest.skip(f"this transformers names the rotation otherwise: {error!r}")
     model.generation_config.eos_token_id = None
     return model
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(1))
 
 
 def test_an_empty_cache_is_not_dropped(model, ids, fallbacks):

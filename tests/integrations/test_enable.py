@@ -2,22 +2,16 @@
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from cross_attention_models import PAIRED, in_pair, made, source
 from families import skip_without_chunks
-from tiny_configs import gemma3
+from tiny_configs import gemma3, without_collector
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    pipeline,
-)
 
 from kvpact import KeyOffset
 from kvpact.errors import EnableError, KVPactError
@@ -39,16 +33,9 @@ def tokens(model, options, **inputs):
         raise
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        {"do_sample": True, "temperature": 1.5},
-        {"num_beams": 3},
-        {"prefill_chunk_size": 6},
-    ],
-    ids=["greedy", "sampling", "beams", "chunked-prefill"],
-)
+@pytest.mark.parametrize("extra", [
+    {}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 3}, {"prefill_chunk_size": 6},
+], ids=["greedy", "sampling", "beams", "chunked-prefill"])  # fmt: skip
 def test_a_padded_batch_has_the_tokens_of_a_cache_that_is_passed(llama, prompt, greedy, extra):
     options = {**greedy, **extra}
     exact = tokens(llama, options, **prompt)
@@ -69,9 +56,8 @@ def test_prompt_lookup_and_drafts(llama, make_model, prompt, greedy):
     enable(llama, "none")
     enable(draft, COARSE)
     assert torch.equal(tokens(llama, {**greedy, "assistant_model": draft}, **row), alone)
-    assert torch.equal(
-        tokens(llama, {**greedy, "eos_token_id": 127, "prompt_lookup_num_tokens": 3}, **row), alone
-    )
+    lookup = {"eos_token_id": 127, "prompt_lookup_num_tokens": 3}
+    assert torch.equal(tokens(llama, {**greedy, **lookup}, **row), alone)
 
 
 @pytest.mark.parametrize("layer", ["1", "-1"])
@@ -99,7 +85,7 @@ def test_the_cache_comes_back_with_the_result(llama, prompt, greedy):
 
 
 def test_a_cache_of_the_caller_wins(llama, prompt, greedy):
-    mine, theirs = CompressedCache(llama, "none"), DynamicCache(config=llama.config)
+    mine, theirs = CompressedCache(llama, "none"), transformers.DynamicCache(config=llama.config)
     exact = tokens(llama, greedy, **prompt)
     with enable(llama, COARSE):
         for cache in (mine, theirs):
@@ -125,7 +111,7 @@ def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
         with pytest.raises(KVPactError, match="rolls back transformers' own"):
             model.generate(given["input_ids"][:1], **greedy, prompt_lookup_num_tokens=3)
     assert torch.equal(result.sequences, wanted)
-    assert isinstance(cache_of(result), EncoderDecoderCache)
+    assert isinstance(cache_of(result), transformers.EncoderDecoderCache)
     assert isinstance(cache_of(result).self_attention_cache, CompressedCache)
 
 
@@ -133,10 +119,10 @@ def test_pipelines_use_it(llama):
     words = {"pad": 0, "start": 1, "end": 2} | {f"w{i}": i for i in range(3, 128)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="pad")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="pad")
     text = " ".join(f"w{3 + 7 * i % 120}" for i in range(40))
     options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
-    generator = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    generator = transformers.pipeline("text-generation", model=llama, tokenizer=tokenizer)
     exact = generator([text, text[:40]], batch_size=2, **options)
     ids = tokenizer(text, return_tensors="pt").input_ids
     cache = CompressedCache(llama, COARSE)
@@ -155,20 +141,15 @@ def test_threads_have_caches_of_their_own(llama, prompt, greedy):
     enable(llama, COARSE)
     wanted = llama.generate(**row, **greedy)
     assert not torch.equal(exact, wanted)
-    found = []
 
-    def work():
-        for _ in range(4):
-            found.append(torch.equal(llama.generate(**row, **greedy), wanted))
+    def work(_):
+        return [torch.equal(llama.generate(**row, **greedy), wanted) for _ in range(4)]
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
     disable(llama)
     gc.collect()
-    assert found == [True] * 16
+    assert found == [[True] * 4] * 4
     assert llama.config._attn_implementation == "sdpa"
     assert torch.equal(llama.generate(**row, **greedy), exact)
 
@@ -186,17 +167,13 @@ def test_a_model_is_freed_with_its_last_user(make_model, llama):
     model = make_model(llama.config)
     enable(model, COARSE)
     gone = weakref.ref(model)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del model
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_a_shallow_copy_outlives_its_original(make_model, sizes, prompt, greedy):
-    model = make_model(LlamaConfig(**sizes))
+    model = make_model(transformers.LlamaConfig(**sizes))
     plain = tokens(model, greedy, **prompt)
     enable(model, "none")
     other = copy.copy(model)

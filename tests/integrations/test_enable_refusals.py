@@ -5,15 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MiniMaxConfig,
-    MiniMaxForCausalLM,
-    cache_utils,
-)
+import transformers
 
 from kvpact.errors import EnableError, KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
@@ -22,25 +14,25 @@ from kvpact.integrations.transformers.versions import cache_of
 COARSE = "int:bits=2,sinks=0,window=0"
 
 
-class Holder(LlamaForCausalLM):
+class Holder(transformers.LlamaForCausalLM):
     """Leaves generating to a part of it, as image models do."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.part = LlamaForCausalLM(config)
+        self.part = transformers.LlamaForCausalLM(config)
 
     def generate(self, *args, **kwargs):
         return self.part.generate(*args, **kwargs)
 
 
-class OwnWay(LlamaForCausalLM):
+class OwnWay(transformers.LlamaForCausalLM):
     """Makes its cache with a method of other parameters."""
 
     def _prepare_cache_for_generation(self, generation_config, batch_size, max_length):
         return None
 
 
-class OwnCache(LlamaForCausalLM):
+class OwnCache(transformers.LlamaForCausalLM):
     """Makes a cache under a name of its own."""
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
@@ -48,35 +40,31 @@ class OwnCache(LlamaForCausalLM):
 
 
 def mamba(config):
-    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64))
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64)
+    )
 
 
 def minimax(config):
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
-    config = MiniMaxConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64, **sizes)
-    return MiniMaxForCausalLM(config)
+    config = transformers.MiniMaxConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64, **sizes)
+    return transformers.MiniMaxForCausalLM(config)
 
 
 def static(config):
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     model.generation_config.cache_implementation = "static"
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            mamba,
-            "no layer of this model has full attention|has a cache of its own|layers with mamba",
-        ),
-        (minimax, "MiniMaxForCausalLM has a cache of its own"),
-        (OwnWay, "OwnWay makes its cache in a way of its own"),
-        (Holder, r"leaves the work to a part of it: enable that part \(model.part\)"),
-        (static, "cache_implementation='static': set model.generation_config"),
-        (lambda config: torch.nn.Linear(2, 2), "that generates, not Linear: of a PEFT model"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (mamba, "no layer of this model has full attention|has a cache of its own|layers with mamba"),
+    (minimax, "MiniMaxForCausalLM has a cache of its own"),
+    (OwnWay, "OwnWay makes its cache in a way of its own"),
+    (Holder, r"leaves the work to a part of it: enable that part \(model.part\)"),
+    (static, "cache_implementation='static': set model.generation_config"),
+    (lambda config: torch.nn.Linear(2, 2), "that generates, not Linear: of a PEFT model"),
+])  # fmt: skip
 def test_models_that_can_not_be_served(llama, make, message):
     model = make(llama.config)
     before = dict(vars(model))
@@ -85,13 +73,10 @@ def test_models_that_can_not_be_served(llama, make, message):
     assert vars(model) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("int:bits=99",), SpecError, "bits"),
-        (({"default": "none", "layers": {"2": "fp8"}},), SpecError, "layer 2 is not among 2"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    (("int:bits=99",), SpecError, "bits"),
+    (({"default": "none", "layers": {"2": "fp8"}},), SpecError, "layer 2 is not among 2"),
+])  # fmt: skip
 def test_wrong_specs(llama, arguments, error, message):
     before = dict(vars(llama))
     with pytest.raises(error, match=message):
@@ -109,11 +94,11 @@ def test_deferred_checks_that_nobody_would_read(llama):
 def test_callers_that_name_another_cache(llama, prompt, greedy, kind):
     wanted = llama.generate(**prompt, **greedy)
     enable(llama, "none")
-    if kind == "paged" and not hasattr(cache_utils, "LinearAttentionLayer"):
+    if kind == "paged" and not hasattr(transformers.cache_utils, "LinearAttentionLayer"):
         pytest.skip("this transformers batches nothing")
     with pytest.raises(EnableError, match="disable\\(model\\) first"):
         llama.generate(**prompt, **greedy, cache_implementation=kind)
-    config = GenerationConfig(**greedy, cache_implementation=kind)
+    config = transformers.GenerationConfig(**greedy, cache_implementation=kind)
     if kind != "paged":
         with pytest.raises(EnableError, match="disable\\(model\\) first"):
             llama.generate(**prompt, generation_config=config)

@@ -1,12 +1,12 @@
 """What `enable` tells of a model's calls, served or not, and what a pickled model has of it."""
 
 import copy
-import gc
 import pickle
 import weakref
 
 import pytest
 import torch
+from tiny_configs import without_collector
 from torch import nn
 
 from kvpact.integrations.transformers import CompressedCache, disable, enable
@@ -62,13 +62,9 @@ def test_a_handle_that_is_older_than_enable_still_removes_its_hook(llama, ids):
 def freed(holder):
     """Whether the only model of a list goes when the list lets go of it."""
     gone = weakref.ref(holder[0])
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         holder.clear()
         return gone() is None
-    finally:
-        gc.enable()
 
 
 def test_a_pickled_model_has_nothing_of_it_and_no_cycle(llama):

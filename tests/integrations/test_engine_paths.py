@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from tiny_configs import falcon_h1
-from transformers import AttentionInterface, DynamicCache, FalconConfig, LlamaConfig, Zamba2Config
+from transformers import AttentionInterface, DynamicCache, FalconConfig, Zamba2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -22,19 +22,10 @@ HYBRID = {
     "falcon_h1": falcon_h1,
     "zamba2": lambda s: Zamba2Config(
         **{**s, "num_hidden_layers": 3, "num_key_value_heads": 4},
-        layers_block_type=["mamba", "hybrid", "hybrid"],
-        mamba_d_state=8,
-        n_mamba_heads=4,
-        mamba_ngroups=1,
-        chunk_size=8,
-        num_mem_blocks=1,
-        adapter_rank=8,
+        layers_block_type=["mamba", "hybrid", "hybrid"], mamba_d_state=8, n_mamba_heads=4,
+        mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, adapter_rank=8,
     ),
-}
-
-
-def unpadded(prompt):
-    return {"input_ids": prompt["input_ids"][1:]}
+}  # fmt: skip
 
 
 def falcon(**options):
@@ -50,10 +41,9 @@ def test_falcon_stays_causal_now_and_for_later_caches(alibi, make_model, prompt,
 
     @torch.no_grad()
     def run(held):
-        steps = [
-            model(ids, attention_mask=mask[:, : 8 * i + 8], **named(held)).logits
-            for i, ids in enumerate(prompt["input_ids"].split(8, dim=1))
-        ]
+        parts = enumerate(prompt["input_ids"].split(8, dim=1), 1)
+        masks = [(ids, {"attention_mask": mask[:, : 8 * end]}) for end, ids in parts]
+        steps = [model(ids, **more, **named(held)).logits for ids, more in masks]
         return torch.cat(steps, dim=1)[mask == 1]
 
     wanted = run(DynamicCache(config=model.config))
@@ -76,9 +66,8 @@ def test_gradients_are_refused_whatever_reads_k_and_v(attention, llama, prompt):
     register_attention()
     if attention != "auto":
         llama.set_attn_implementation(attention)
-    cache = CompressedCache(
-        llama.config, "int:bits=8", attention="auto" if attention == "auto" else "keep"
-    )
+    attention = "auto" if attention == "auto" else "keep"
+    cache = CompressedCache(llama.config, "int:bits=8", attention=attention)
     loss = llama(**prompt, **named(cache)).logits.sum()
     with pytest.raises(KVPactError, match="no gradients"):
         loss.backward()
@@ -112,8 +101,7 @@ def test_flex_attention_reads_decompressed_tensors(llama, prompt, fallbacks, mon
     with torch.no_grad():
         got = llama(**prompt, **named(cache)).logits[prompt["attention_mask"] == 1]
         llama(prompt["input_ids"][:, :1], **named(cache))
-    assert "decompressed" in said[0]
-    assert seen == 8 * [torch.Tensor]
+    assert "decompressed" in said[0] and seen == 8 * [torch.Tensor]
     assert torch.allclose(got, wanted, atol=1e-4)
     loss = llama(**prompt, **named(CompressedCache(llama.config, "none"))).logits.sum()
     with pytest.raises(KVPactError, match="no gradients"):
@@ -151,7 +139,9 @@ def test_autocast_runs(attention, llama, prompt, greedy):
 
 @pytest.mark.parametrize("attention", ["kvpact", "sdpa", "eager"])
 def test_float64_runs_and_is_stored_in_fp32(attention, llama, prompt, fallbacks):
-    prompt = unpadded(prompt)  # padding and attention "eager" in float64 give NaN without kvpact
+    prompt = {
+        "input_ids": prompt["input_ids"][1:]
+    }  # padding and attention "eager" in float64 give NaN without kvpact
     llama.double().set_attn_implementation("sdpa")
     with torch.no_grad():
         wanted = llama(**prompt, **named(DynamicCache(config=llama.config))).logits
@@ -167,8 +157,7 @@ def test_float64_runs_and_is_stored_in_fp32(attention, llama, prompt, fallbacks)
 
 
 def test_pickling_says_what_to_do_instead(llama, prompt):
-    empty = CompressedCache(llama.config, "turboquant:bits=4")
-    used = CompressedCache(llama.config, "turboquant:bits=4")
+    empty, used = (CompressedCache(llama.config, "turboquant:bits=4") for _ in range(2))
     with torch.no_grad():
         llama(**prompt, **named(used))
     for save in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO()), copy.copy):
@@ -197,6 +186,8 @@ def test_pickling_or_copying_a_paged_cache_says_what_to_do_instead(save):
 
 def test_a_model_gets_its_attention_back_when_its_caches_are_gone(llama):
     """`generate_batch` and whatever else asks for "sdpa" by name works again."""
+    CompressedCache(llama.config, "none", attention="keep")
+    assert llama.config._attn_implementation == "sdpa"
     one, two = CompressedCache(llama.config, "none"), CompressedCache(llama.config, "none")
     assert llama.config._attn_implementation == "kvpact"
     three = copy.deepcopy(two)
@@ -243,12 +234,6 @@ def test_beams_reorder_state_and_slots_together(make_model, sizes, prompt, greed
     wanted = model.generate(**prompt, **options, **named(DynamicCache(config=model.config)))
     got = model.generate(**prompt, **options, **named(CompressedCache(model.config, "none")))
     assert torch.equal(got, wanted)
-
-
-def test_llama_config_is_untouched_by_keep():
-    config = LlamaConfig(num_hidden_layers=1)
-    CompressedCache(config, "none", attention="keep")
-    assert config._attn_implementation in (None, "sdpa")
 
 
 def test_layers_of_unlike_shapes_have_caches_of_their_own(llama):

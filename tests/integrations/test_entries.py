@@ -15,18 +15,13 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import LAYER_CLASSES, named
 from kvpact.stores import MemoryStore
 
+SHAPE_AND_SEED = (2, 800), 5  # groups of the index are packed, with 64 exact tokens behind them
 SPECS = ("none", "int:bits=8,sinks=2,window=8", "trellis:bits=4,sinks=0,window=8")
 
 
 @pytest.fixture
 def model(make_model, sizes):
     return make_model(deepseek_v4(sizes))
-
-
-@pytest.fixture
-def ids():
-    """Return 800 tokens of 2 rows: groups of the index are packed, with 64 exact behind them."""
-    return torch.randint(3, 128, (2, 800), generator=torch.Generator().manual_seed(5))
 
 
 def largest(x, y):
@@ -50,10 +45,8 @@ def test_steps_over_packed_entries_stay_close(spec, bound, sizes, ids):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     parts = ids[:, :750].split([700, *[1] * 30, 20], dim=1)
     cache = CompressedCache(model, spec)
-    got, wanted = (
-        run(model, x, parts)[:, 700:].double().log_softmax(-1)
-        for x in (cache, DynamicCache(config=config))
-    )
+    both = (run(model, x, parts) for x in (cache, DynamicCache(config=config)))
+    got, wanted = (x[:, 700:].double().log_softmax(-1) for x in both)
     kl = (wanted.exp() * (wanted - got)).sum(-1).mean()
     assert cache.layers[2].index_codes is not None and 0 < kl < bound
 
@@ -87,24 +80,21 @@ def test_packed_entries_go_wherever_the_window_goes(spec, model, ids):
 
 
 def test_bytes_of_everything_are_counted(model, ids):
-    held, exact = (
-        CompressedCache(model, "int:bits=4,sinks=0,window=0"),
-        DynamicCache(config=model.config),
-    )
+    held = CompressedCache(model, "int:bits=4,sinks=0,window=0")
+    exact = DynamicCache(config=model.config)
     for cache in (held, exact):
         run(model, cache, [ids])
     entries = {name: 2 * 800 // rate * 32 * 4 for name, rate in (("hca", 8), ("csa", 4))}
     window = 2 * 15 * 32 * 4
     whole = held._summary()
     # the sliding layer has its window twice, as K and as V, and 800 is a multiple of all rates
-    own = 4 * window + held.layers[2].index_codes.nbytes + held.layers[2].index_scale.nbytes
-    own += held.layers[2].index_tail.nbytes
-    own += sum(x.nbytes for y in ("overlap_kv", "overlap_gate")
-               for x in getattr(held.layers[2], y).values())  # fmt: skip
+    layer = held.layers[2]
+    parts = [layer.index_codes, layer.index_scale, layer.index_tail]
+    parts += [*layer.overlap_kv.values(), *layer.overlap_gate.values()]
+    own = 4 * window + sum(x.nbytes for x in parts)
     assert whole.nbytes == held.memory_usage() == held.stats()["bytes"]["total"] + own
     assert held.stats()["own_bytes"] == own
-    packed = held.stats()["bytes"]["total"]
-    assert packed < 0.35 * sum(entries.values())
+    assert held.stats()["bytes"]["total"] < 0.35 * sum(entries.values())
 
 
 @pytest.mark.parametrize("held", [1, 3, 4, 7, 8, 9])
@@ -129,9 +119,8 @@ def test_rows_of_a_short_text(held, model, ids):
         run(model, changed, [ids[:, :held]])
         change(changed)
         run(model, never, [ids[rows, :held]])
-        got, wanted = (
-            run(model, x, ids[rows, held:30].split([1, 29 - held], 1)) for x in (changed, never)
-        )
+        parts = ids[rows, held:30].split([1, 29 - held], 1)
+        got, wanted = (run(model, x, parts) for x in (changed, never))
         assert largest(got, wanted) < 1e-5
 
 
@@ -184,9 +173,8 @@ def test_an_interrupted_call_makes_no_snapshot(model, ids):
     with pytest.raises(SnapshotError, match="hold 20 and 22 tokens"):
         cache.snapshot()
     cache.reset()
-    assert torch.equal(
-        *(run(model, x, [ids[:, :30]]) for x in (cache, CompressedCache(model, "none")))
-    )
+    fresh = CompressedCache(model, "none")
+    assert torch.equal(*(run(model, x, [ids[:, :30]]) for x in (cache, fresh)))
 
 
 def test_transformers_own_layers_stay_what_they_are(model):

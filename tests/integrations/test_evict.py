@@ -1,19 +1,11 @@
 """A model goes on as if its cache had been cut out of an exact one, at the same positions."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
+import transformers
 from tests.helpers.faults import disturbed, length_of
-from transformers import (
-    DynamicCache,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, pressed
@@ -27,9 +19,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100, "num_att
 @pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2)
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2)
     config.initializer_range = 0.3
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def ids():
 
 def continued(model, ids, places):
     """Logits of the new tokens over an exact cache of which each head has some places alone."""
-    exact = DynamicCache()
+    exact = transformers.DynamicCache()
     model(ids[:, :PAST], **named(exact))
     for index, layer in enumerate(exact.layers):
         place = places(index, layer)[..., None].expand(-1, -1, -1, layer.keys.shape[3])
@@ -108,8 +100,7 @@ def test_rollbacks_go_behind_and_in_front_of_a_gap(llama, ids):
     cache.crop(-NEW)
     assert_near(llama(ids[:, PAST:], **named(cache)).logits, wanted)
     cache.crop(-(PAST + NEW - 100))
-    assert cache.get_seq_length() == 100
-    assert cache.held().seq_len() == 40
+    assert cache.get_seq_length() == 100 and cache.held().seq_len() == 40
     cache.crop(-70)
     assert cache.get_seq_length() == cache.held().seq_len() == 30
     found = llama(ids[:, 30:], **named(cache)).logits
@@ -161,10 +152,8 @@ def test_heads_keep_what_a_press_scores_best(llama, ids):
     whole.compact(torch.arange(PAST))  # nothing goes
     whole.crop(-10)
     assert whole.get_seq_length() == PAST - 10
-    with (
-        pytest.raises(KVPactError, match="no call"),
-        pressed(llama, CompressedCache(llama, "none"), Norms()),
-    ):
+    cache = CompressedCache(llama, "none")
+    with pytest.raises(KVPactError, match="no call"), pressed(llama, cache, Norms()):
         pass
     with pytest.raises(KVPactError, match="object has no score"):
         pressed(llama, cache, object()).__enter__()
@@ -172,10 +161,10 @@ def test_heads_keep_what_a_press_scores_best(llama, ids):
 
 def test_windows_forget_only_what_they_do_not_see(ids):
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
+    config = transformers.Gemma3TextConfig(
         **SIZES, num_hidden_layers=6, num_key_value_heads=1, head_dim=32, sliding_window=32
     )
-    model = Gemma3ForCausalLM(config).eval().requires_grad_(False)
+    model = transformers.Gemma3ForCausalLM(config).eval().requires_grad_(False)
     cache = cached(model, ids, "int:bits=8")
     with pytest.raises(GeometryError, match="still sees tokens from 219"):
         cache.evict(150, 220)

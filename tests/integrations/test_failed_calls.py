@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_configs import INDEXED, KINDS, gemma3, interrupted, run
+from tiny_configs import KINDS, gemma3, interrupted, run
 from tiny_models import tiny_model
 from transformers import LlamaConfig
 
@@ -46,9 +46,8 @@ def test_the_next_call_runs_as_if_the_failed_one_had_not_been(tokens, reached, s
         run(deep, cache, [ids[:, tokens : tokens + 9]])
     assert held(cache) == [tokens + 9] * reached + [tokens] * (4 - reached)
     assert cache.get_seq_length() == tokens
-    got, wanted = (
-        run(deep, x, ids[:, tokens:].split([10, 1, 19 + 30 - tokens], 1)) for x in (cache, never)
-    )
+    parts = ids[:, tokens:].split([10, 1, 19 + 30 - tokens], 1)
+    got, wanted = (run(deep, x, parts) for x in (cache, never))
     assert torch.allclose(got, wanted, atol=1e-4)
     assert held(cache) == [60] * 4
 
@@ -92,7 +91,6 @@ def test_positions_and_masks_of_the_caller(deep, ids):
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
 def test_an_index_is_taken_back_too(name, ids):
-    assert name in INDEXED
     model = tiny_model(name)
     cache, never = two(model, "none", ids[:, :40])
     with interrupted(model.model.layers[1]):
@@ -154,9 +152,8 @@ def test_rows_of_a_paged_batch_are_taken_back_each(deep, ids):
         step([0, 1], ids[:2, 50:54])
     got = step([0, 1, 2], ids[:, 40:41])
     assert torch.allclose(got, torch.cat(wanted), atol=1e-4)
-    assert [[paged.seq_len(seq, i) for i in range(4)] for seq in seqs] == [
-        [length + 1] * 4 for length in lengths
-    ]
+    found = [[paged.seq_len(seq, i) for i in range(4)] for seq in seqs]
+    assert found == [[length + 1] * 4 for length in lengths]
 
 
 def test_layers_that_are_left_out_are_no_failure(deep, ids):

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, Gemma3Config, LlamaConfig
 from kvpact import CacheGeometry
 from kvpact.errors import GeometryError
 from kvpact.geometry import _ALIKE
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 
 SIZES = {
     "vocab_size": 200_000,  # no memory is taken; the largest default id of a token is below
@@ -38,20 +38,17 @@ def test_it_is_what_the_layers_of_the_model_hold(kind):
 def test_a_config_file_and_the_language_model_of_a_larger_one():
     config = LlamaConfig(**SIZES, head_dim=40)
     expected = CacheGeometry(2, 2, 40)
-    assert (
-        CacheGeometry.from_config(config) == CacheGeometry.from_config(config.to_dict()) == expected
-    )
+    assert CacheGeometry.from_config(config) == expected
+    assert CacheGeometry.from_config(config.to_dict()) == expected
     part = gemma3(SIZES, "sliding", "full")
     whole = Gemma3Config(text_config=part)
     for given in (part, whole, whole.to_dict()):
         assert CacheGeometry.from_config(given) == CacheGeometry(2, 2, 16)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [falcon_h1(SIZES), lfm2(SIZES), {"model_type": "llama"}, {}],
-    ids=["hybrid", "convolutions", "no sizes", "nothing"],
-)
+@pytest.mark.parametrize("config", [
+    falcon_h1(SIZES), lfm2(SIZES), {"model_type": "llama"}, {},
+], ids=["hybrid", "convolutions", "no sizes", "nothing"])  # fmt: skip
 def test_what_it_does_not_know_is_refused_with_what_to_write(config):
     with pytest.raises(GeometryError, match=r"write CacheGeometry\(num_layers, num_kv_heads"):
         CacheGeometry.from_config(config)

@@ -45,13 +45,10 @@ def given():
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 250, (1, 81), generator=draw)
     ids[:, 0] = IMAGE
-    one = torch.ones(1, 1).long()
-    return {
-        **{"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12},
-        "pixel_values": torch.randn(1, 1, 1, 3, 56, 56, generator=draw),
-        "cross_attention_mask": torch.ones(1, 81, 1, 1).long(),
-        **{"aspect_ratio_ids": one, "aspect_ratio_mask": one[None]},
-    }
+    one, pixels = torch.ones(1, 1).long(), torch.randn(1, 1, 1, 3, 56, 56, generator=draw)
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    image = {"pixel_values": pixels, "aspect_ratio_ids": one, "aspect_ratio_mask": one[None]}
+    return {**text, **image, "cross_attention_mask": torch.ones(1, 81, 1, 1).long()}
 
 
 @pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

@@ -14,26 +14,17 @@ from transformers import DynamicCache, LlamaConfig
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.layer_shape import LayerShape
-from kvpact.integrations.transformers import (
-    CompressedCache,
-    prefix_cache,
-    register_attention,
-)
-from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.indexed import CompressedIndexedLayer, chosen
 from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
+SHAPE_AND_SEED = (3, 90), 2  # beyond the 24 that are chosen
 every_model = pytest.mark.parametrize("name", INDEXED)
 EAGER = {"hunyuan_v4"}
 """Models that transformers does not let attend by ``sdpa``."""
-
-
-@pytest.fixture
-def ids():
-    """Return tokens beyond the 24 that are chosen."""
-    return torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(2))
 
 
 def parts_of(ids):
@@ -51,9 +42,8 @@ def test_it_attends_to_what_the_index_chooses(name, ids):
     cache = CompressedCache(model.config, "none")
     assert model.config._attn_implementation == ("eager" if name in EAGER else "kvpact")
     assert close(run(model, cache, parts_of(ids)), wanted)
-    assert cache.stats()["layers"]["compressed"] == {"minimax_m3": 3, "qwen4": 1, "glm5": 1}.get(
-        name, 2
-    )
+    compressed = {"minimax_m3": 3, "qwen4": 1, "glm5": 1}.get(name, 2)
+    assert cache.stats()["layers"]["compressed"] == compressed
     # The choice matters: where it is all tokens, the result is another one.
     few = {"index_topk_blocks": 1000} if name == "minimax_m3" else {"index_topk": 10_000}
     everything = tiny_model(name, **few)
@@ -188,20 +178,17 @@ def test_a_packed_index_is_restored_bit_for_bit(packed):
     assert (run(model, again, ids[:, 200:].split([1, 19], 1)) - wanted).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda x: None if x.name == "index_codes" else x,
-        lambda x: None if x.name == "index_scale" else x,
-        lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
-        lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
-        lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
-        lambda x: None if x.name.startswith("index") else x,
-        lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
-        lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
-        lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    lambda x: None if x.name == "index_codes" else x,
+    lambda x: None if x.name == "index_scale" else x,
+    lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
+    lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
+    lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
+    lambda x: None if x.name.startswith("index") else x,
+    lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
+    lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
+    lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
+])  # fmt: skip
 def test_an_index_that_does_not_fit_is_refused_and_changes_nothing(wrong, packed):
     cache, model, ids = packed
     records = [x for x in map(wrong, cache.snapshot().records()) if x is not None]

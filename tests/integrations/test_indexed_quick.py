@@ -11,11 +11,12 @@ from transformers import DynamicCache
 
 from kvpact import Snapshot
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
+from kvpact.integrations.transformers.layers.index_scan import KeysHandle, PackedKeys
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import plan
 from kvpact.quantizers.channels import to_integers
 
+SHAPE_AND_SEED = (3, 420), 2
 SPEC = "turboquant:bits=4,window=8"
 FOLLOWED = [name for name in INDEXED if name not in ("qwen4", "glm5")]
 """Models whose products of the index are known; the others read dequantised keys."""
@@ -30,11 +31,6 @@ def made(name):
     if name == "hunyuan_v4":  # its code asks for eager; attention is a name like others
         model.config._attn_implementation = "kvpact"
     return model
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (3, 420), generator=torch.Generator().manual_seed(2))
 
 
 def steps(ids):
@@ -53,18 +49,14 @@ def chosen_alone(cache):
 def watch(monkeypatch):
     """Count the calls of what computes scores (with weights, without) and dequantises."""
     counts = {"scores": 0, "whole": 0}
-    scores, whole = PackedKeys.scores, PackedKeys.whole
+    for name in counts:
+        original = getattr(PackedKeys, name)
 
-    def watched_scores(self, q, weight):
-        counts["scores"] += 1
-        return scores(self, q, weight)
+        def watched(*given, name=name, original=original):
+            counts[name] += 1
+            return original(*given)
 
-    def watched_whole(self):
-        counts["whole"] += 1
-        return whole(self)
-
-    monkeypatch.setattr(PackedKeys, "scores", watched_scores)
-    monkeypatch.setattr(PackedKeys, "whole", watched_whole)
+        monkeypatch.setattr(PackedKeys, name, watched)
     return counts
 
 
@@ -84,10 +76,8 @@ def test_steps_are_those_of_dequantised_keys_and_masks(name, ids, monkeypatch):
     assert close(got, wanted, 2e-4 if name == "minimax_m3" else 1e-5)
     # The prompt's last call is no step: it reads dequantised keys.
     layers = 1 if name in ("qwen4", "glm5", "minimax_m3") else 2
-    assert counts == {
-        "scores": 4 * layers if name in FOLLOWED else 0,
-        "whole": layers if name in FOLLOWED else 5 * layers,
-    }
+    scored, whole = (4, 1) if name in FOLLOWED else (0, 5)
+    assert counts == {"scores": scored * layers, "whole": whole * layers}
     assert bool(chosen_alone(cache)) == (name in ALONE)
 
 
@@ -162,14 +152,12 @@ def test_for_anything_else_they_are_the_keys(handle):
     keys, whole, q = handle
     assert keys.shape == whole.shape and keys.dtype == whole.dtype and "198" in repr(keys)
     for use in (
-        lambda k: k[1, 3:9],
-        lambda k: torch.cat([k, k[:, :2]], 1),
+        lambda k: k[1, 3:9], lambda k: torch.cat([k, k[:, :2]], 1),
         lambda k: torch.split(k, [16, 16], -1)[1],
-        lambda k: (k.unsqueeze(1).transpose(-1, -2) * 2).sum(1),
-        lambda k: k.transpose(0, 1),
+        lambda k: (k.unsqueeze(1).transpose(-1, -2) * 2).sum(1), lambda k: k.transpose(0, 1),
         lambda k: torch.matmul(q, k.transpose(-2, -1).unsqueeze(1)).abs().amax(2),
         lambda k: (q @ k.mT.unsqueeze(1)).relu(),
-    ):
+    ):  # fmt: skip
         assert torch.allclose(use(keys), use(whole), atol=2e-3)
     keys = KeysHandle.of(keys.keys)
     keys[:, 3] = 0  # what is written into it is read of it

@@ -2,17 +2,8 @@
 
 import pytest
 import torch
+import transformers
 from families import rope, rotary_share
-from transformers import (
-    DynamicCache,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    PhiConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Starcoder2Config,
-)
 
 from kvpact import CacheGeometry, KeyOffset, PagedKVCache
 from kvpact.errors import DtypeError, GeometryError, LayerIndexError, SpecError
@@ -31,21 +22,18 @@ WIDE = {"hidden_size": 256}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 YARN |= {"original_max_position_embeddings": 128}
 MODELS = {
-    "qwen2": lambda s: Qwen2Config(**s | WIDE),
-    "qwen2_yarn": lambda s: Qwen2Config(**s | WIDE, **rope(**YARN)),
-    "phi": lambda s: PhiConfig(**s | WIDE),
-    "starcoder2": lambda s: Starcoder2Config(**s | WIDE),
-    "gpt_neox": lambda s: GPTNeoXConfig(
-        **{k: v for k, v in (s | WIDE).items() if k != "num_key_value_heads"}
+    "qwen2": lambda s: transformers.Qwen2Config(**s | WIDE),
+    "qwen2_yarn": lambda s: transformers.Qwen2Config(**s | WIDE, **rope(**YARN)),
+    "phi": lambda s: transformers.PhiConfig(**s | WIDE),
+    "starcoder2": lambda s: transformers.Starcoder2Config(**s | WIDE),
+    "gpt_neox": lambda s: transformers.GPTNeoXConfig(
+        **{k: v for k, v in (s | WIDE).items() if k != "num_key_value_heads"},
     ),
-    "gpt_oss": lambda s: GptOssConfig(
-        **s,
-        head_dim=DIM,
-        num_local_experts=2,
-        num_experts_per_tok=1,
+    "gpt_oss": lambda s: transformers.GptOssConfig(
+        **s, head_dim=DIM, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["full_attention"] * 2,
     ),
-}
+}  # fmt: skip
 
 
 def large_bias(heads, rotary=DIM, norm=605.0, seed=5):
@@ -100,15 +88,14 @@ def error(model, make_cache, prompt, positions=None):
     mask[0, :7] = 0
     if positions == "of the mask":
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-    exact = logits(model, DynamicCache(), ids, mask, positions)
+    exact = logits(model, transformers.DynamicCache(), ids, mask, positions)
     found = logits(model, make_cache(), ids, mask, positions)
     return float((found - exact).norm() / exact.norm())
 
 
-CASES = [("qwen2", None), *((name, "of the mask") for name in MODELS)]
-
-
-@pytest.mark.parametrize(("name", "positions"), CASES)
+@pytest.mark.parametrize(
+    ("name", "positions"), [("qwen2", None), *((name, "of the mask") for name in MODELS)]
+)
 def test_a_large_bias_costs_no_precision(name, positions, make_model, sizes, prompt):
     model = make_model(MODELS[name](sizes), "eager" if name == "gpt_oss" else "sdpa")
     if name == "gpt_oss":
@@ -131,19 +118,14 @@ def test_bf16_models_round_cosine_and_sine(make_model, sizes):
     model = give_bias(make_model(MODELS["qwen2"](sizes))).bfloat16()
     offsets = key_offsets(model)
     assert offsets[0].dtype is torch.bfloat16
-    exact = DynamicCache()
+    exact = transformers.DynamicCache()
     with torch.no_grad():
         model(torch.arange(3, 43)[None], **named(exact))
     keys = exact.layers[0].keys.float()
-    rests = [
-        float(RowOffset(offset).without(keys, 0).norm())
-        for offset in (offsets[0], KeyOffset(*_parts(offsets[0]), dtype=torch.float32))
-    ]
+    one = offsets[0]
+    exact = KeyOffset(one.frequencies, one.channels, one.bias, dtype=torch.float32)
+    rests = [float(RowOffset(offset).without(keys, 0).norm()) for offset in (one, exact)]
     assert rests[0] < rests[1] < 0.02 * keys.norm()
-
-
-def _parts(offset):
-    return offset.frequencies, offset.channels, offset.bias
 
 
 def test_pages_take_the_offsets_of_a_model(qwen2):
@@ -178,10 +160,8 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
         return fallbacks(call)[1]
 
     (message,) = said(qwen2.config, SPEC)
-    assert "norm 605" in message
-    assert "CompressedCache(model, spec)" in message
-    assert not said(qwen2.config, "none")
-    assert not said(qwen2.config, SPEC, key_offsets=None)
+    assert "norm 605" in message and "CompressedCache(model, spec)" in message
+    assert not said(qwen2.config, "none") and not said(qwen2.config, SPEC, key_offsets=None)
     assert not said(qwen2.config, SPEC, key_offsets=key_offsets(qwen2))
     assert not said(qwen2, SPEC)
 
@@ -195,12 +175,15 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
 
 def test_models_without_such_a_bias_have_no_offsets(make_model, sizes, fallbacks):
     long = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    for config in (LlamaConfig(**sizes), Qwen3Config(**sizes, head_dim=DIM)):
+    for config in (
+        transformers.LlamaConfig(**sizes),
+        transformers.Qwen3Config(**sizes, head_dim=DIM),
+    ):
         assert key_offsets(make_model(config)) == {}
-    assert key_offsets(make_model(Qwen2Config(**sizes | WIDE))) == {}
-    by_length = give_bias(make_model(Qwen2Config(**sizes | WIDE, **rope(**long))))
+    assert key_offsets(make_model(transformers.Qwen2Config(**sizes | WIDE))) == {}
+    by_length = give_bias(make_model(transformers.Qwen2Config(**sizes | WIDE, **rope(**long))))
     assert key_offsets(by_length) == {}
-    normed = give_bias(make_model(PhiConfig(**sizes | WIDE, qk_layernorm=True)), 32)
+    normed = give_bias(make_model(transformers.PhiConfig(**sizes | WIDE, qk_layernorm=True)), 32)
     assert key_offsets(normed) == {}
 
 

@@ -1,7 +1,6 @@
 """Models with latent attention run on compressed latents, with no change in the model."""
 
 import copy
-import io
 import pickle
 import weakref
 
@@ -59,11 +58,9 @@ def test_uncompressed_latents_give_the_same_tokens(model, prompt, greedy, fallba
     for attempt in range(2):
         counts.clear()
         cache = CompressedCache(model.config, "none")
-        got, said = fallbacks(
-            lambda cache=cache: model.generate(**prompt, **greedy, **named(cache))
-        )
-        assert torch.equal(got, wanted)
-        assert said == []
+        options = {**prompt, **greedy, **named(cache)}
+        got, said = fallbacks(lambda options=options: model.generate(**options))
+        assert torch.equal(got, wanted) and said == []
         # The prompt is expanded once, and after that nothing; a new module is looked at, too.
         probes = [3] * layers if attempt == 0 else []
         assert sorted(counts) == sorted([40] * layers + probes)
@@ -77,8 +74,7 @@ def test_the_other_ways_to_generate(model, prompt, greedy):
         got = model.generate(**made, **named(CompressedCache(model.config, "none")))
         return torch.equal(got, wanted)
 
-    assert both(num_beams=3)
-    assert both(prefill_chunk_size=16)
+    assert both(num_beams=3) and both(prefill_chunk_size=16)
     twin = copy.deepcopy(model)
     cache = CompressedCache(twin.config, "none")
     wanted = model.generate(**prompt, **greedy)
@@ -141,10 +137,6 @@ class Adapted(torch.nn.Module):
         return self.base(x) * 1.5
 
 
-def adapt(projection):
-    return Adapted(projection)
-
-
 def hook(projection):
     projection.register_forward_hook(lambda module, given, output: output * 1.5)
     return projection
@@ -166,10 +158,10 @@ def hide(projection):
     return projection
 
 
-CHANGES = [(adapt, True), (hook, False), (hook, True), (hide, False), (hide, True)]
-
-
-@pytest.mark.parametrize(("change", "after_a_run"), CHANGES)
+@pytest.mark.parametrize(
+    ("change", "after_a_run"),
+    [(Adapted, True), (hook, False), (hook, True), (hide, False), (hide, True)],
+)
 def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
     model, prompt, greedy, fallbacks, change, after_a_run
 ):
@@ -184,8 +176,7 @@ def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
     wanted = model.generate(**prompt, **greedy)
     got, said = fallbacks(run)
     assert torch.equal(got, wanted)
-    assert len(said) == 1
-    assert "decompressed" in said[0]
+    assert len(said) == 1 and "decompressed" in said[0]
 
 
 def test_the_model_stays_what_it_was(model, prompt, greedy):
@@ -194,10 +185,7 @@ def test_the_model_stays_what_it_was(model, prompt, greedy):
     attention = model.model.layers[0].self_attn
     assert "expand_kv" not in vars(attention)
     assert set(model.state_dict()) == names
-    file = io.BytesIO()
-    pickle.dump(model, file)
-    file.seek(0)
-    again = pickle.load(file)
+    again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again.generate(**prompt, **greedy), before)
     alive = weakref.ref(attention)
     del model, attention

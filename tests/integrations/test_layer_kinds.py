@@ -18,8 +18,8 @@ from transformers import DynamicCache, Gemma3nTextConfig, LlamaConfig
 
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shapes import layer_shapes
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.layers.shapes import layer_shapes
 from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
 
@@ -72,28 +72,19 @@ def held_decompressed(model, cache):
 
 SHARING = {
     "gemma3n": lambda s, shared: Gemma3nTextConfig(
-        **{**s, "num_hidden_layers": 5},
-        vocab_size_per_layer_input=128,
-        hidden_size_per_layer_input=16,
-        head_dim=16,
-        sliding_window=WINDOW,
+        **{**s, "num_hidden_layers": 5}, vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=16, head_dim=16, sliding_window=WINDOW,
         layer_types=["full_attention", "sliding_attention", *["full_attention"] * 3],
-        num_kv_shared_layers=shared,
-        laurel_rank=8,
-        altup_num_inputs=2,
+        num_kv_shared_layers=shared, laurel_rank=8, altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 5,
     ),
     "gemma4": lambda s, shared: Gemma4TextConfig(
-        **{**s, "num_hidden_layers": 4},
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", *["full_attention"] * 3],
-        num_kv_shared_layers=shared,
-        hidden_size_per_layer_input=16,
+        **{**s, "num_hidden_layers": 4}, head_dim=16, global_head_dim=32,
+        sliding_window=WINDOW, layer_types=["sliding_attention", *["full_attention"] * 3],
+        num_kv_shared_layers=shared, hidden_size_per_layer_input=16,
         vocab_size_per_layer_input=128,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["kvpact", "eager"])

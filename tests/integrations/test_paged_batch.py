@@ -39,10 +39,8 @@ def alone(model, prompt, new, make_cache=DynamicCache):
 def start(example, model, cache, prompts):
     """Prefill each prompt; return its sequences and first tokens."""
     seqs = [cache.allocate() for _ in prompts]
-    first = [
-        example.forward(model, cache, [seq], [prompt])
-        for seq, prompt in zip(seqs, prompts, strict=True)
-    ]
+    both = zip(seqs, prompts, strict=True)
+    first = [example.forward(model, cache, [seq], [prompt]) for seq, prompt in both]
     return seqs, first
 
 
@@ -94,12 +92,10 @@ def test_a_mask_over_rows_of_unlike_length_is_no_padding_of_theirs(example, llam
             lengths = [[cache.seq_len(seq)] for seq in seqs]
             mask = torch.nn.functional.pad(mask, (0, end - mask.shape[1]), value=1)
             with torch.no_grad():
-                output = llama(
-                    torch.tensor(ids),
-                    position_ids=torch.tensor(lengths) + torch.arange(len(ids[0])),
-                    attention_mask=mask if masked else None,
-                    **named(PagedBatch(llama.config, cache, seqs)),
-                )
+                places = torch.tensor(lengths) + torch.arange(len(ids[0]))
+                more = {"position_ids": places, "attention_mask": mask if masked else None}
+                batch = PagedBatch(llama.config, cache, seqs)
+                output = llama(torch.tensor(ids), **more, **named(batch))
         outputs.append(output.logits)
         sinks.append(cache.stats()["bytes"]["sinks"])
     torch.testing.assert_close(*outputs)

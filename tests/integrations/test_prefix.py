@@ -16,10 +16,7 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import DirectoryStore, MemoryStore
 
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(4))
+SHAPE_AND_SEED = (1, 200), 4
 
 
 @pytest.fixture
@@ -28,13 +25,9 @@ def computed(monkeypatch):
 
     def run(model, call):
         seen = []
-        hook = model.model.embed_tokens.register_forward_hook(
-            lambda module, given, output: seen.append(given[0].shape[1])
-        )
-        try:
+        count = lambda module, given, output: seen.append(given[0].shape[1])  # noqa: E731
+        with model.model.embed_tokens.register_forward_hook(count):
             return call(), sum(seen)
-        finally:
-            hook.remove()
 
     return run
 
@@ -54,15 +47,11 @@ def test_only_the_rest_is_computed_and_the_tokens_are_the_same(
     wanted = llama.generate(ids, **greedy)
     with DirectoryStore(tmp_path) as store:
         first, loaded, written = generate(llama, store, ids, greedy)
-        assert (loaded, written) == (0, 3)
-        assert torch.equal(first, wanted)
+        assert (loaded, written) == (0, 3) and torch.equal(first, wanted)
     again = make_model(LlamaConfig(**sizes))
     with DirectoryStore(tmp_path) as store:
-        (second, loaded, written), count = computed(
-            again, lambda: generate(again, store, ids, greedy)
-        )
-    assert (loaded, written) == (192, 0)
-    assert torch.equal(second, wanted)
+        found, count = computed(again, lambda: generate(again, store, ids, greedy))
+    assert found[1:] == (192, 0) and torch.equal(found[0], wanted)
     assert count == 1 + (200 - 192) + greedy["max_new_tokens"] - 1, "a probe, the rest, new tokens"
 
 
@@ -150,12 +139,11 @@ def test_what_is_refused(llama, ids, prompt):
         assert len(store) == 0
 
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 80, "rope_theta": 1e4, "factor": 4.0}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-
-
-@pytest.mark.parametrize("rope", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+     "original_max_position_embeddings": 80, "rope_theta": 1e4, "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+], ids=["longrope", "dynamic"])  # fmt: skip
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_rope_that_depends_on_the_length_is_refused(make_model, sizes, rope, by_layer):
     if by_layer:

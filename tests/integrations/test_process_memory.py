@@ -83,16 +83,11 @@ def measured(spec, layers=10, heads=8, width=2048, tokens=2000, chunk=0, keep=Fa
 
 @pytest.mark.parametrize(
     ("spec", "chunk", "keep"),
-    [
-        ("trellis:bits=4", 0, False),
-        ("trellis:bits=4", 0, True),
-        ("trellis:bits=4", 256, False),
-    ],
+    [("trellis:bits=4", 0, False), ("trellis:bits=4", 0, True), ("trellis:bits=4", 256, False)],
 )
 def test_a_prompt_leaves_what_its_cache_holds(spec, chunk, keep):
     found = measured(spec, chunk=chunk, keep=keep)
-    assert found["cache"] > 8 * MIB
-    assert found["after"] <= 1.25 * found["cache"] + 8 * MIB
+    assert found["cache"] > 8 * MIB and found["after"] <= 1.25 * found["cache"] + 8 * MIB
     assert found["holders"] == 0
 
 

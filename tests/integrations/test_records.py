@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvpact import PagedKVCache, Snapshot, create_cache
 from kvpact.errors import FormatError, GeometryError, IntegrityError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.records import attributes_of
+from kvpact.integrations.transformers.layers.engine_layers import attributes_of
 
 every_model = pytest.mark.parametrize("name", KINDS)
 
@@ -33,16 +33,13 @@ def test_a_tensor_that_is_not_known_is_refused_by_name(filled):
     assert cache.layers[0].recurrent_states[0].shape[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("qwen3_next", "linear attention stands for all"),
-        ("lfm2_conv", "a convolution has the last"),
-        ("falcon_h1", "linear attention stands for all"),
-        ("gemma3", "before the window of 16"),
-        ("inkling", "a convolution has the last"),
-    ],
-)
+@pytest.mark.parametrize(("name", "why"), [
+    ("qwen3_next", "linear attention stands for all"),
+    ("lfm2_conv", "a convolution has the last"),
+    ("falcon_h1", "linear attention stands for all"),
+    ("gemma3", "before the window of 16"),
+    ("inkling", "a convolution has the last"),
+])  # fmt: skip
 def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, filled, ids):
     model, cache = filled(name, 20)
     twin = copy.deepcopy(cache)
@@ -114,9 +111,8 @@ def test_a_snapshot_of_another_model_is_refused_and_changes_nothing(make_model, 
         plain = create_cache("none", twin.layers[1].cache.geometry)
         plain.restore_state(twin.snapshot().state()._replace(records=()), "cpu")
         caches["gemma3"].restore(plain.snapshot())
-    assert torch.equal(
-        *(run(nets["lfm2_conv"], x, [ids[:, 20:24]]) for x in (caches["lfm2_conv"], twin))
-    )
+    both = (caches["lfm2_conv"], twin)
+    assert torch.equal(*(run(nets["lfm2_conv"], x, [ids[:, 20:24]]) for x in both))
 
 
 def test_caches_of_k_and_v_alone_refuse_what_they_would_lose(filled):
@@ -168,19 +164,15 @@ def test_an_interrupted_call_makes_no_snapshot(name, filled, ids):
     assert cache.snapshot().tokens == 40
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"name": "keys.0"},
-        {"name": "gates"},
-        {"layer": 1},
-        {"tokens": 19},
-        {"rows": 1, "tensor": torch.zeros(2, 3, WINDOW - 1, 16)},
-        {"tensor": torch.zeros(3, 2, WINDOW, 16)},
-        {"tensor": torch.zeros(3, 2)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("wrong", [
+    {"name": "keys.0"},
+    {"name": "gates"},
+    {"layer": 1},
+    {"tokens": 19},
+    {"rows": 1, "tensor": torch.zeros(2, 3, WINDOW - 1, 16)},
+    {"tensor": torch.zeros(3, 2, WINDOW, 16)},
+    {"tensor": torch.zeros(3, 2)},
+], ids=str)  # fmt: skip
 def test_records_that_do_not_fit_change_nothing(wrong, filled, ids):
     """A file may say anything: what it says is compared with the layer before that changes."""
     model, cache = filled("gemma3", 20)

@@ -11,17 +11,11 @@ from tiny_models import tiny_model
 from transformers import DynamicCache, Qwen2Config
 
 import kvpact
-from kvpact import Snapshot
-from kvpact.errors import (
-    FormatError,
-    GeometryError,
-    IntegrityError,
-    KVPactError,
-    SpecError,
-    StaleResult,
-)
+from kvpact import Snapshot, errors
+from kvpact.evaluate import Candidate, evaluate
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.attention.forward import attention_forward
+from kvpact.integrations.transformers.layers.sliding import CompressedSlidingLayer
 from kvpact.integrations.transformers.versions import cache_of, named
 from kvpact.stores import MemoryStore
 
@@ -30,12 +24,9 @@ PACKED = "int:bits=8,window=0"
 LEARNS = "trellis:bits=4,window=8"
 IDS = torch.randint(3, 128, (3, 200), generator=torch.Generator().manual_seed(11))
 SPLITS = [
-    [1] * 110,
-    [WINDOW - 1, 1, 1, 5, 1, 40, 1, 1, 70],
-    [15, 1, 1, WINDOW - 16, 1, 20, 1, *[1] * 50],
-    [WINDOW + 1, 3, *[1] * 80],
-    [150, 1, 1, 17, 1],
-]
+    [1] * 110, [WINDOW - 1, 1, 1, 5, 1, 40, 1, 1, 70], [15, 1, 1, WINDOW - 16, 1, 20, 1, *[1] * 50],
+    [WINDOW + 1, 3, *[1] * 80], [150, 1, 1, 17, 1],
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -43,12 +34,9 @@ def model(make_model):
     return make_model(gemma3(dict(SIZES), "sliding", "full", "sliding", sliding_window=WINDOW))
 
 
-def ring(cache):
-    return [x for x in cache.layers if isinstance(x, CompressedSlidingLayer)]
-
-
 def told(cache):
-    return [(x.begin, x.get_seq_length()) for x in ring(cache)]
+    rings = [x for x in cache.layers if isinstance(x, CompressedSlidingLayer)]
+    return [(x.begin, x.get_seq_length()) for x in rings]
 
 
 @pytest.mark.parametrize("attention", ["kvpact", "eager"])
@@ -80,9 +68,8 @@ def test_tokens_behind_the_window_are_given_back(model):
     exact = DynamicCache(config=model.config)
     run(model, exact, [IDS[:1]])
     whole = sum(x.keys.nbytes + x.values.nbytes for x in exact.layers)
-    assert "200 tokens" in repr(cache) and cache.saved == pytest.approx(
-        1 - before / whole, rel=0.01
-    )
+    assert "200 tokens" in repr(cache)
+    assert cache.saved == pytest.approx(1 - before / whole, rel=0.01)
 
 
 @pytest.mark.parametrize("spec", [PACKED, "kivi:bits=4,window=8"])
@@ -102,24 +89,22 @@ def test_a_window_is_exactly_as_wide_over_packed_tokens(model, spec):
 
 
 def test_keys_with_a_bias_are_packed_without_it(make_model):
-    config = Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, head_dim=16
-    )
+    windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    config = Qwen2Config(**SIZES, **windows, head_dim=16)
     model = make_model(config)
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data.normal_(0, 60, generator=torch.Generator().manual_seed(1))
     parts = IDS[:, :120].split([40, 1, 1, 20, *[1] * 58], dim=1)
     exact = run(model, DynamicCache(config=config), parts)
-    errors = []
+    differences = []
     for offsets in ("auto", None):
         given = {"key_offsets": offsets, "sliding": "int:bits=4,window=0"}
         cache = CompressedCache(model, "none", **given)
-        errors.append(float((run(model, cache, parts) - exact).norm() / exact.norm()))
-    assert errors[0] < errors[1] / 3
+        differences.append(float((run(model, cache, parts) - exact).norm() / exact.norm()))
+    assert differences[0] < differences[1] / 3
     # So they are where a window that was exact is packed.
-    cache, whole = (
-        CompressedCache(model, "none", sliding=x) for x in ("int:bits=4,window=0", None)
-    )
+    given = ("int:bits=4,window=0", None)
+    cache, whole = (CompressedCache(model, "none", sliding=x) for x in given)
     run(model, whole, parts)
     cache.restore(whole.snapshot())
     k, wanted = (x.layers[1].keys for x in (cache, whole))
@@ -156,7 +141,7 @@ def test_a_snapshot_whose_records_stand_elsewhere_changes_nothing(model):
     run(model, cache, [IDS[:, :60]])
     records = [replace(record, tokens=70) for record in cache.records()]
     forged = cache.held().snapshot_with(records)
-    with pytest.raises(GeometryError, match="stand at 70 tokens, a layer at 60"):
+    with pytest.raises(errors.GeometryError, match="stand at 70 tokens, a layer at 60"):
         other.restore(forged)
     assert other.get_seq_length() == 0
 
@@ -169,9 +154,9 @@ def test_what_was_exact_may_be_packed_and_nothing_else(model):
     wanted = run(model, exact, [IDS[:, 90:92]])
     error = (run(model, packed, [IDS[:, 90:92]]) - wanted).abs().max() / wanted.abs().max()
     assert 1e-5 < error < 0.05
-    with pytest.raises(GeometryError, match="make the cache with sliding='int:bits=8"):
+    with pytest.raises(errors.GeometryError, match="make the cache with sliding='int:bits=8"):
         exact.restore(packed.snapshot())
-    with pytest.raises(SpecError, match="layer 0 of the snapshot is of"):
+    with pytest.raises(errors.SpecError, match="layer 0 of the snapshot is of"):
         CompressedCache(model, "none", sliding=LEARNS).restore(packed.snapshot())
 
 
@@ -186,10 +171,10 @@ def test_a_snapshot_that_can_not_be_right_changes_nothing(model):
         record.tensor[0, change] ^= 1
         states = [snapshot.layer(i) for i in range(snapshot.num_layers)]
         bad = snapshot._like(states, records=[record, records[2]])
-        with pytest.raises((FormatError, IntegrityError)):
+        with pytest.raises((errors.FormatError, errors.IntegrityError)):
             cache.restore(bad)
     states = [snapshot.layer(i) for i in range(snapshot.num_layers)]
-    with pytest.raises(GeometryError, match="lacks what the model's layer 2 holds"):
+    with pytest.raises(errors.GeometryError, match="lacks what the model's layer 2 holds"):
         cache.restore(snapshot._like(states, records=[records[0]]))
     assert torch.equal(*(run(model, x, [IDS[:, 90:95]]) for x in (cache, twin)))
 
@@ -200,7 +185,7 @@ def test_rollbacks_go_as_far_as_the_window_is_held(model):
     (begin, end), _ = told(cache)
     spare = end - begin - WINDOW + 1
     twin = copy.deepcopy(cache)
-    with pytest.raises(KVPactError, match="before the window of 40 are no longer held"):
+    with pytest.raises(errors.KVPactError, match="before the window of 40 are no longer held"):
         cache.crop(-spare - 1)
     copies = copy.deepcopy(cache), twin
     assert spare > 0 and torch.equal(*(run(model, x, [IDS[:, 100:103]]) for x in copies))
@@ -269,15 +254,13 @@ def test_stored_prefixes_have_the_window(model):
 
 def test_generation_takes_it_once_it_is_enabled(model, greedy):
     with kvpact.enable(model, "none", sliding="none"):
-        given = {**greedy, "return_dict_in_generate": True}
-        result = model.generate(IDS[:, :60], **given)
+        result = model.generate(IDS[:, :60], **greedy, return_dict_in_generate=True)
         assert told(cache_of(result))[0][0] > 0
-    wanted = model.generate(IDS[:, :60], **greedy)
-    assert torch.equal(result.sequences, wanted)
+    assert torch.equal(result.sequences, model.generate(IDS[:, :60], **greedy))
 
 
 def test_what_is_not_covered_is_refused_by_name(make_model, sizes):
-    def refused(config, why, spec=PACKED, error=KVPactError):
+    def refused(config, why, spec=PACKED, error=errors.KVPactError):
         with pytest.raises(error, match=why):
             CompressedCache(config, "none", sliding=spec)
 
@@ -286,9 +269,9 @@ def test_what_is_not_covered_is_refused_by_name(make_model, sizes):
     refused(KINDS["dots3"](sizes), "has layers with latents")
     refused(KINDS["falcon_h1"](sizes), "has no layer with sliding attention")
     wide = gemma3(sizes, "sliding", "full")
-    refused(wide, "window is of 16: nothing would be packed", "int:bits=8", SpecError)
-    refused(wide, "a recipe", "recipe:smollm2", SpecError)
-    with pytest.raises(SpecError, match="sliding"):
+    refused(wide, "window is of 16: nothing would be packed", "int:bits=8", errors.SpecError)
+    refused(wide, "a recipe", "recipe:smollm2", errors.SpecError)
+    with pytest.raises(errors.SpecError, match="sliding"):
         CompressedCache(wide, "none", slidng=PACKED)
 
 
@@ -297,22 +280,14 @@ def test_reading_what_was_let_go_of_is_refused(model):
     run(model, cache, [IDS[:1, :20]])
     layer = cache.layers[0]
     k, v = layer.update(torch.zeros(1, 2, 60, 16), torch.zeros(1, 2, 60, 16))
-    kvpact_attention(model, k, v)
-    with pytest.raises(StaleResult):
+    module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 60, 16)
+    attention_forward(module, q, k, v, None, scaling=1.0)
+    with pytest.raises(errors.StaleResult):
         k + 0
 
 
-def kvpact_attention(model, k, v):
-    from kvpact.integrations.transformers.attention import attention_forward
-
-    module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 60, 16)
-    attention_forward(module, q, k, v, None, scaling=1.0)
-
-
 def test_an_evaluation_names_the_spec_of_windows(model):
-    from kvpact.evaluate import Candidate, evaluate
-
-    with pytest.raises(SpecError, match="treli"):
+    with pytest.raises(errors.SpecError, match="treli"):
         Candidate("none", sliding="treli:bits=4").sliding_spec()
     candidates = [
         Candidate("int:bits=8", sliding=PACKED),
@@ -322,5 +297,5 @@ def test_an_evaluation_names_the_spec_of_windows(model):
     one, other = [row for row in result.rows if row.spec != "none"]
     assert one.spec == f"int:bits=8 sliding={PACKED}" and 0 < one.kl_mean < other.kl_mean
     assert (one.layers_compressed, one.layers_native) == (3, 0)
-    line = "CompressedCache(model, 'int:bits=8', sliding='int:bits=4,window=8')"
-    assert line in result.answer  # the smaller one
+    # The smaller one.
+    assert "CompressedCache(model, 'int:bits=8', sliding='int:bits=4,window=8')" in result.answer

@@ -15,9 +15,8 @@ SCRIPT = Path(__file__).with_name("snapshot_process.py")
 
 
 def run(what: str, folder: Path) -> dict:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), what, str(folder)], capture_output=True, text=True
-    )
+    command = [sys.executable, str(SCRIPT), what, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     return json.loads((folder / f"{what}.json").read_text())
 

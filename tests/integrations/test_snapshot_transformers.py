@@ -12,10 +12,11 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 SPEC = "turboquant:bits=4,window=8"
 
 
-@torch.no_grad()
 def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     cache = CompressedCache(llama.config, SPEC)
     llama(**prompt, **named(cache))
@@ -24,17 +25,14 @@ def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     restored = CompressedCache(llama.config, SPEC)
     restored.restore(snapshot)
     assert restored.get_seq_length() == 40
-    step = {
-        "input_ids": torch.tensor([[5], [6]]),
-        "attention_mask": torch.cat([prompt["attention_mask"], torch.ones(2, 1).long()], 1),
-    }
+    mask = torch.cat([prompt["attention_mask"], torch.ones(2, 1).long()], 1)
+    step = {"input_ids": torch.tensor([[5], [6]]), "attention_mask": mask}
     wanted = llama(**step, **named(cache)).logits
     assert torch.equal(llama(**step, **named(restored)).logits, wanted)
     assert restored.snapshot().digest == cache.snapshot().digest
     assert restored.memory_usage() == cache.memory_usage()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("other", [{"num_key_value_heads": 1}, {"head_dim": 32}])
 def test_a_snapshot_of_a_model_with_other_heads_is_refused(llama, prompt, other):
     cache = CompressedCache(llama.config, SPEC)
@@ -49,7 +47,6 @@ def test_a_snapshot_of_a_model_with_other_heads_is_refused(llama, prompt, other)
     assert empty.get_seq_length() == 0
 
 
-@torch.no_grad()
 def test_a_part_of_the_heads_is_a_process_own(llama, prompt, monkeypatch):
     """With tensor parallelism each process caches its heads, of which the config has all."""
     cache = CompressedCache(llama.config, SPEC)
@@ -81,14 +78,12 @@ def test_refusals_leave_the_cache_as_it_was(llama, prompt):
     cache = CompressedCache(llama.config, SPEC)
     with pytest.raises(errors.SnapshotError, match="empty"):
         cache.snapshot()
-    with torch.no_grad():
-        llama(**prompt, **named(cache))
+    llama(**prompt, **named(cache))
     before = cache.snapshot()
     with pytest.raises(errors.SpecError):
         CompressedCache(llama.config, "int:bits=4").restore(before)
     other = CompressedCache(llama.config, SPEC.replace("8", "9"))
-    with torch.no_grad():
-        llama(**prompt, **named(other))
+    llama(**prompt, **named(other))
     with pytest.raises(errors.SpecError):
         cache.restore(other.snapshot())
     assert cache.snapshot().digest == before.digest
@@ -116,15 +111,13 @@ def test_fingerprints_know_weights_and_config_and_nothing_else(llama, make_model
 
 def test_a_restored_cache_keeps_its_kernel_and_its_shape(llama, prompt):
     cache = CompressedCache(llama.config, "int:bits=4", backend="torch")
-    with torch.no_grad():
-        llama(**prompt, **named(cache))
+    llama(**prompt, **named(cache))
     saved = cache.snapshot()
     again = CompressedCache(llama.config, "int:bits=4", backend="torch")
     again.restore(saved)
     new = {"input_ids": torch.full((2, 1), 5)}
-    with torch.no_grad():
-        wanted = llama(**new, **named(cache)).logits
-        assert torch.equal(llama(**new, **named(again)).logits, wanted)
+    wanted = llama(**new, **named(cache)).logits
+    assert torch.equal(llama(**new, **named(again)).logits, wanted)
     for layer in again.layers:
         assert layer.cache.stats()["compute"]["requested"] == "torch"
     other = create_cache("int:bits=4", CacheGeometry(2, 1, 16, dtype=torch.float32))

@@ -31,8 +31,8 @@ def drafts(llama, make_model):
     """Drafts by name: equal to the target, another one, and one that is wrong at every token."""
     wrong = copy.deepcopy(llama)
     wrong.lm_head.weight.data.neg_()  # its likeliest token is the target's unlikeliest
-    return {"equal": llama, "other": make_model(copy.deepcopy(llama.config), seed=1),
-            "wrong": wrong}  # fmt: skip
+    other = make_model(copy.deepcopy(llama.config), seed=1)
+    return {"equal": llama, "other": other, "wrong": wrong}
 
 
 def same_as_computed_anew(model, cache, tokens):
@@ -68,8 +68,7 @@ def test_output_is_the_targets_and_no_token_stands_twice(llama, drafts, ids, gre
     assert torch.equal(got, wanted)
     # A step begins behind what is held, with the next token.
     assert seen and all(token == got[0, start] for start, token in seen)
-    assert one.get_seq_length() == got.shape[1] - 1
-    assert two.get_seq_length() <= got.shape[1]
+    assert one.get_seq_length() == got.shape[1] - 1 and two.get_seq_length() <= got.shape[1]
     same_as_computed_anew(llama, one, got)
     # The draft's own tokens may differ from the accepted ones only at its very end.
     if two.get_seq_length() > got.shape[1] - 1 - count:
@@ -88,8 +87,7 @@ def test_two_lossy_caches_end_with_the_tokens_that_they_say(llama, drafts, ids, 
     helper = CachedDraft(draft, two, target=one)
     got = llama.generate(ids, **greedy, **named(one), assistant_model=helper)
     assert got.shape[1] == 40 + greedy["max_new_tokens"]
-    assert one.get_seq_length() == got.shape[1] - 1
-    assert two.get_seq_length() <= got.shape[1]
+    assert one.get_seq_length() == got.shape[1] - 1 and two.get_seq_length() <= got.shape[1]
 
 
 @pytest.mark.parametrize("filled", ["draft", "target"])

@@ -1,12 +1,12 @@
 """The first tokens of a model's cache wait, exact, until one of them is to be packed."""
 
 import copy
-import gc
 import sys
 import weakref
 
 import pytest
 import torch
+from tiny_configs import without_collector
 from transformers import DynamicCache, Gemma2Config, LlamaConfig
 
 from kvpact.errors import DeviceError, KVPactError, NonFiniteError
@@ -14,11 +14,8 @@ from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named
 
 SPECS = (
-    "trellis:bits=4",
-    "turboquant:bits=4",
-    "kivi:bits=2,window=40,sinks=3",
-    "int:bits=8,window=9",
-)
+    "trellis:bits=4", "turboquant:bits=4", "kivi:bits=2,window=40,sinks=3", "int:bits=8,window=9",
+)  # fmt: skip
 
 
 def ids(tokens, rows=1, seed=0):
@@ -45,14 +42,9 @@ def run(model, cache, calls, **options):
 
 @pytest.mark.parametrize("calls", ([1], [7, 1, 1], [60, 30], [90, 1, 1, 1, 1, 1]), ids=str)
 def test_they_are_an_exact_cache_to_the_bit(llama, calls):
-    model = llama
-    wanted = run(model, DynamicCache(config=model.config), calls)
-    cache = compressed(model, "trellis:bits=4")
-    got = run(model, cache, calls)
-    assert torch.equal(got, wanted)
+    cache, exact = compressed(llama, "trellis:bits=4"), DynamicCache(config=llama.config)
+    assert torch.equal(*(run(llama, x, calls) for x in (cache, exact)))
     assert waiting(cache) == [True, True] and cache.get_seq_length() == sum(calls)
-    exact = DynamicCache(config=model.config)
-    run(model, exact, calls)
     for layer, other in zip(cache.layers, exact.layers, strict=True):
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
 
@@ -73,12 +65,10 @@ def test_then_the_cache_holds_what_it_would_without_waiting(llama, spec, calls):
 
 def test_how_many_wait(llama):
     cache = compressed(llama, "trellis:bits=4")
-    run(llama, cache, [94])
-    assert waiting(cache) == [True, True]
-    run(llama, cache, [1])
-    assert waiting(cache) == [True, True]
-    run(llama, cache, [1])
-    assert waiting(cache) == [False, False] and cache.get_seq_length() == 96
+    for tokens, wait in ((94, True), (1, True), (1, False)):
+        run(llama, cache, [tokens])
+        assert waiting(cache) == [wait, wait]
+    assert cache.get_seq_length() == 96
 
 
 def test_padding_is_known_when_they_are_stored(llama, prompt):
@@ -117,8 +107,7 @@ def test_no_memory_of_others_is_kept(llama):
     large = torch.randn(1, 2, 900, 16, generator=torch.Generator().manual_seed(0))
     k, v = cache.update(large[:, :, 5:25], large[:, :, 30:50], 0)
     for x, given in ((k, large[:, :, 5:25]), (v, large[:, :, 30:50])):
-        assert torch.equal(x, given)
-        assert x.untyped_storage().nbytes() == x.nbytes
+        assert torch.equal(x, given) and x.untyped_storage().nbytes() == x.nbytes
     large.zero_()
     assert k.abs().min() > 0
 
@@ -185,13 +174,9 @@ def test_a_dropped_cache_frees_them_without_the_garbage_collector(llama):
     cache = compressed(llama, "trellis:bits=4")
     run(llama, cache, [9, 1])
     tokens = weakref.ref(cache._shared.waiting[0])
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         del cache
         assert tokens() is None
-    finally:
-        gc.enable()
 
 
 def test_double_precision_is_stored_at_once(llama, fallbacks):
@@ -265,11 +250,9 @@ def test_attention_with_a_softcap_does_not_wait(make_model, sizes):
     torch.testing.assert_close(got, run(model, DynamicCache(config=config), [9, 1]))
 
 
-def test_layers_of_a_recipe_wait_each_for_themselves(make_model, sizes):
-    model = make_model(LlamaConfig(**sizes))
-    cache = CompressedCache(
-        model, {"default": "trellis:bits=4", "layers": {"1": "int:bits=8,window=0"}}
-    )
-    wanted = run(model, DynamicCache(config=model.config), [9, 1])
-    torch.testing.assert_close(run(model, cache, [9, 1]), wanted, rtol=0.02, atol=0.05)
+def test_layers_of_a_recipe_wait_each_for_themselves(llama):
+    recipe = {"default": "trellis:bits=4", "layers": {"1": "int:bits=8,window=0"}}
+    cache = CompressedCache(llama, recipe)
+    wanted = run(llama, DynamicCache(config=llama.config), [9, 1])
+    torch.testing.assert_close(run(llama, cache, [9, 1]), wanted, rtol=0.02, atol=0.05)
     assert waiting(cache) == [True, False]

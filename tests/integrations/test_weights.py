@@ -24,7 +24,7 @@ from kvpact.integrations.transformers import (
     versions,
 )
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
-from kvpact.integrations.transformers.made_keys import KeyMaker
+from kvpact.integrations.transformers.layers.made_keys import KeyMaker
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 
@@ -49,19 +49,13 @@ def tokens(model, cache=None):
     return model.generate(IDS, **more, **options).tolist()
 
 
-OFFLOADS = {
-    "cpu": {},
-    "buffers": {"offload_buffers": True},
-    "attention": {"preload_module_classes": ["Qwen2Attention"]},
-    "layer": {"preload_module_classes": ["Qwen2DecoderLayer"]},
-    "disk": {"offload_dir": "disk"},
-}
-
-
-@pytest.fixture(params=OFFLOADS)
+@pytest.fixture(params=[
+    {}, {"offload_buffers": True}, {"preload_module_classes": ["Qwen2Attention"]},
+    {"preload_module_classes": ["Qwen2DecoderLayer"]}, {"offload_dir": "disk"},
+], ids=["cpu", "buffers", "attention", "layer", "disk"])  # fmt: skip
 def offloaded(request, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"execution_device": "cpu", **OFFLOADS[request.param]}
+    options = {"execution_device": "cpu", **request.param}
     offload = accelerate.disk_offload if "offload_dir" in options else accelerate.cpu_offload
     return offload(weights_process.qwen2(), **options)
 
@@ -108,9 +102,8 @@ def test_an_offloaded_model_is_calibrated_as_one_that_is_there():
     found = calibrate(offloaded, texts, specs)
     assert found.model == wanted.model and str(found.layers) == str(wanted.layers)
     cache = CompressedCache(offloaded, "pca:bits=4", calibration=found)
-    assert tokens(offloaded, cache) == tokens(
-        model, CompressedCache(model, "pca:bits=4", calibration=wanted)
-    )
+    same = CompressedCache(model, "pca:bits=4", calibration=wanted)
+    assert tokens(offloaded, cache) == tokens(model, same)
 
 
 class Packed(nn.Module):
@@ -154,15 +147,13 @@ def stored_as(dtype):
     return change
 
 
-def dynamic(model):
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 def test_a_bias_that_can_be_read_is_taken_whatever_holds_the_weights(fallbacks):
     plain = weights_process.qwen2()
     exact = [layer.self_attn.k_proj.bias.view(2, 16) for layer in plain.model.layers]
-    models = [spoilt(swap(Packed)), spoilt(swap(Adapter)), dynamic(weights_process.qwen2())]
+    int8 = {"qconfig_spec": {nn.Linear}, "dtype": torch.qint8}
+    dynamic = torch.ao.quantization.quantize_dynamic(weights_process.qwen2(), **int8)
+    models = [spoilt(swap(Packed)), spoilt(swap(Adapter)), dynamic]
     models += [spoilt(stored_as(dtype)) for dtype in (torch.int8, torch.float8_e4m3fn)]
     for model in models:
         found, said = fallbacks(lambda model=model: key_offsets(model))
@@ -190,19 +181,15 @@ def packed(attention):
     attention.qkv_proj = nn.Linear(64, 128)
 
 
-UNKNOWN = {
-    "around": (swap(Around), "'bias' of a Around"),
-    "lazy": (swap(lambda _: nn.LazyLinear(32)), "'bias' of a LazyLinear"),
-    "meta": (lambda attention: attention.to("meta"), "'bias' of a Linear"),
-    "empty": (empty, "'bias' of a Linear"),
-    "freed": (freed, "'bias' of a Linear"),
-    "packed": (packed, "which part of a Qwen2Attention"),
-}
-
-
-@pytest.mark.parametrize("kind", UNKNOWN)
-def test_a_bias_that_can_not_be_read_is_told_once(kind, fallbacks):
-    change, why = UNKNOWN[kind]
+@pytest.mark.parametrize(("kind", "change", "why"), [
+    ("around", swap(Around), "'bias' of a Around"),
+    ("lazy", swap(lambda _: nn.LazyLinear(32)), "'bias' of a LazyLinear"),
+    ("meta", lambda attention: attention.to("meta"), "'bias' of a Linear"),
+    ("empty", empty, "'bias' of a Linear"),
+    ("freed", freed, "'bias' of a Linear"),
+    ("packed", packed, "which part of a Qwen2Attention"),
+])  # fmt: skip
+def test_a_bias_that_can_not_be_read_is_told_once(kind, change, why, fallbacks):
     model = spoilt(change)
 
     def said(*args, **options):
@@ -214,8 +201,7 @@ def test_a_bias_that_can_not_be_read_is_told_once(kind, fallbacks):
     (message,) = said(SPEC)
     assert why in message and "costs precision below 8 bits" in message
     assert fallbacks(lambda: key_offsets(model)) == ({}, [message])
-    assert not said("none")
-    assert not said(SPEC, key_offsets=None)
+    assert not said("none") and not said(SPEC, key_offsets=None)
     if kind in ("lazy", "meta", "empty", "freed"):
         with pytest.raises(MismatchError, match=r"k_proj.*can't be read.*fingerprint="):
             model_fingerprint(model)
@@ -267,14 +253,9 @@ def test_classes_of_others_are_read_as_they_say_themselves():
         model_fingerprint(spoilt(scaled(more=object())))
 
 
-class Strange(nn.Linear):
-    def get_extra_state(self):
-        return object()
-
-
 def test_prefixes_of_weights_that_can_not_be_read_need_a_fingerprint():
     model = weights_process.qwen2()
-    model.lm_head = Strange(64, 64)
+    model.lm_head = type("Strange", (nn.Linear,), {"get_extra_state": object})(64, 64)
     cache = CompressedCache(model, SPEC)
     with pytest.raises(MismatchError, match=r"lm_head\._extra_state.*fingerprint="):
         prefix_cache(open_store("memory://"), model, cache)
@@ -293,10 +274,8 @@ def test_processes_that_share_a_model_read_their_part(tmp_path):
     if not versions.KEEPS_LATENTS:
         pytest.skip("transformers before 5.15 shards otherwise")
     program = Path(weights_process.__file__)
-    ranks = [
-        subprocess.Popen([sys.executable, program, str(rank), tmp_path, "tensor", "data"])
-        for rank in (0, 1)
-    ]
+    command = [sys.executable, program]
+    ranks = [subprocess.Popen([*command, str(x), tmp_path, "tensor", "data"]) for x in (0, 1)]
     assert [process.wait(timeout=240) for process in ranks] == [0, 0]
     alone = json.loads(json.dumps(weights_process.read(weights_process.qwen2(), "memory://")))
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

@@ -1,7 +1,5 @@
 """Attention by a backend and by the torch bodies, over the same tokens."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Numbers by the native decoder against those of the torch body."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ from encode_compare import DTYPES, SEGMENT, codec_of, random_pieces, torch_slots
 from matrix import ENCODED, EXACT
 
 from kvpact.arithmetic import saturated
-from kvpact.cache.segments import SegmentList, Slab, SlabShape
+from kvpact.cache.stream.segments import SegmentList, Slab, SlabShape
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels import ListSource
 from kvpact.kernels.cpu.backend import CPU

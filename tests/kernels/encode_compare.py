@@ -1,7 +1,5 @@
 """Slots by an encoder against those of the torch body."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -21,13 +19,9 @@ from kvpact.kernels.cpu.encode import CpuEncoder
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PLACES = (
-    (1, 0, torch.float32),
-    (1, 37, torch.float16),
-    (3, 30, torch.bfloat16),
-    (31, 0, torch.float32),
-    (33, 5, torch.float16),
-    (140, 100, torch.bfloat16),
-)
+    (1, 0, torch.float32), (1, 37, torch.float16), (3, 30, torch.bfloat16), (31, 0, torch.float32),
+    (33, 5, torch.float16), (140, 100, torch.bfloat16),
+)  # fmt: skip
 """How many tokens, the position of the first, and their dtype."""
 
 SEGMENT = 128

@@ -1,7 +1,5 @@
 """What tests of the fast kernels share: calls of a cache, their parts, and what these should be."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -83,11 +81,6 @@ def merged_parts(calls: list[AttendCall], parts: int = 3, kw: int = 4) -> Tensor
     return (weights.unsqueeze(-1) * packed[:, :, 1:]).sum(2)
 
 
-def expected_parts(calls: list[AttendCall]) -> Tensor:
-    """Return what torch makes of the same tokens."""
-    return torch.cat([_expected(call) for call in calls])
-
-
 def _expected(call: AttendCall) -> Tensor:
     begin, end = fast_range(call)
     batch, q_heads, queries, dim = call.q.shape
@@ -109,7 +102,7 @@ def _expected(call: AttendCall) -> Tensor:
 
 def error(calls: list[AttendCall], **options: Any) -> float:
     """Return the error over the norm of the output; infinite where a number is not finite."""
-    found, expected = merged_parts(calls, **options), expected_parts(calls)
+    found, expected = merged_parts(calls, **options), torch.cat([_expected(call) for call in calls])
     assert expected.norm() > 0
     worst = ((found - expected).norm() / expected.norm()).item()
     return worst if found.isfinite().all() else float("inf")

@@ -6,8 +6,6 @@ GGML is fake_ggml.cpp, compiled. Given ggml's own CPU library, the program compa
 those of ggml's operations: they may be 5 percent more, or the rounding of fp32.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """What the native kernel learns against what the torch body does."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 python tests/kernels/record.py FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

@@ -13,8 +13,6 @@ What is expected is the torch body's. Pointers are told by what `Tensor.data_ptr
 structures can change without this file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable, Iterator
@@ -93,7 +91,7 @@ class Recorder:
     _alive: list[Tensor] = field(default_factory=list)  # so that no address is another's later
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator["Recorder"]:
         """Watch `data_ptr` and the library's functions."""
         original = Tensor.data_ptr
 

@@ -1,7 +1,5 @@
 """Sequences of unlike lengths: one native call for all rows, each as if it were alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention by the native kernels is the torch body's, at every shape, format and SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -235,16 +233,10 @@ def test_random_cases(way, times):
     random()
 
 
-@pytest.mark.parametrize(
-    ("make", "spec", "groups"),
-    (
-        (few, FOUR, 2),
-        (few, "turboquant:bits=8", 3),
-        (few, FOUR, 7),
-        (many, FOUR, 3),
-        (latents, FOUR, 16),
-    ),
-)
+@pytest.mark.parametrize(("make", "spec", "groups"), (
+    (few, FOUR, 2), (few, "turboquant:bits=8", 3), (few, FOUR, 7), (many, FOUR, 3),
+    (latents, FOUR, 16),
+))  # fmt: skip
 def test_threads_give_the_same_numbers(make, spec, groups):
     """One thread takes all tokens of a head, more of them split the tokens and merge."""
     case = {"spec": spec, "held": 6000, "groups": groups, "new": 1 if make is few else 2}

@@ -83,14 +83,10 @@ def test_masks_over_several_chunks():
 def test_all_rules_together():
     g = torch.Generator().manual_seed(4)
     config = AttendConfig(
-        softmax_scale=0.3,
-        n_kv_groups=3,
-        softcap=4.0,
-        sliding_window=290,
-        sink_logits=torch.randn(6, generator=g),
-        mask=torch.rand(2, 6, 9, 600, generator=g) < 0.7,
+        softmax_scale=0.3, n_kv_groups=3, softcap=4.0, sliding_window=290,
+        sink_logits=torch.randn(6, generator=g), mask=torch.rand(2, 6, 9, 600, generator=g) < 0.7,
         padding=torch.tensor([0, 320]),
-    )
+    )  # fmt: skip
     check(config, total=600, queries=9)
 
 
@@ -100,8 +96,7 @@ def test_queries_that_see_nothing_get_zeros(queries):
     mask[0, 2], mask[1, :, 0] = False, False
     for kind in (mask, torch.where(mask, 0.0, -math.inf), torch.where(mask, 0.0, -3.4e38)):
         output = check(AttendConfig(mask=kind), queries=queries)
-        assert not output[0, 2].any() and not output[1, :, 0].any()
-        assert output[0, 3].any()
+        assert not output[0, 2].any() and not output[1, :, 0].any() and output[0, 3].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

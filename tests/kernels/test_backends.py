@@ -60,16 +60,12 @@ class Judged(BackendContract):
         return Broken()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda kit: kit.test_encoded_bytes("int:bits=4", "key"),
-        lambda kit: kit.test_decoded_numbers("int:bits=4", "key"),
-        lambda kit: kit.test_attention_over_every_method("int:bits=4"),
-        lambda kit: kit.test_what_codecs_learn("trellis", "key"),
-    ],
-    ids=["encode", "decode", "attend", "learn"],
-)
+@pytest.mark.parametrize("check", [
+    lambda kit: kit.test_encoded_bytes("int:bits=4", "key"),
+    lambda kit: kit.test_decoded_numbers("int:bits=4", "key"),
+    lambda kit: kit.test_attention_over_every_method("int:bits=4"),
+    lambda kit: kit.test_what_codecs_learn("trellis", "key"),
+], ids=["encode", "decode", "attend", "learn"])  # fmt: skip
 def test_a_broken_backend_is_found(check):
     with pytest.raises(AssertionError):
         check(Judged())

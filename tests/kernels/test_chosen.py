@@ -95,10 +95,8 @@ def test_what_else_a_call_says(backend):
     additive = numbers.masked_fill(~mask, torch.finfo(torch.float32).min)
     sinks = torch.linspace(-1, 1, HEADS * GROUPS)
     for given, more in (
-        (mask, {}),
-        (mask[:1, :1], {"softcap": 3.0}),
-        (additive, {"sink_logits": sinks}),
-    ):
+        (mask, {}), (mask[:1, :1], {"softcap": 3.0}), (additive, {"sink_logits": sinks}),
+    ):  # fmt: skip
         wanted, got, ran = both(cache.fork(), k, v, q, given, **more)
         assert ran and error(wanted, got) <= WHOLE_BOUND
 

@@ -1,20 +1,10 @@
 """Decoding by the native kernel gives the torch body's numbers, bit by bit, at every SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 
+import decode_compare
 import pytest
 import torch
-from decode_compare import (
-    FORMATS,
-    check_refusals,
-    compare,
-    compare_slots,
-    differences,
-    native,
-    packed,
-)
 from encode_compare import DTYPES, SPECIAL, WIDTHS, codec_of
 from hypothesis import strategies as st
 from random_cases import random_cases
@@ -32,12 +22,12 @@ pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernel
 @pytest.mark.parametrize("level", levels())
 def test_every_format_at_every_level(level, half):
     with at_level(level):
-        assert differences(half) == []
+        assert decode_compare.differences(half) == []
 
 
 @random_cases(
     60,
-    st.sampled_from(FORMATS),
+    st.sampled_from(decode_compare.FORMATS),
     st.sampled_from("kv"),
     st.integers(1, 70) | st.sampled_from(WIDTHS),
     st.tuples(st.integers(0, 150), st.integers(0, 150)),
@@ -45,26 +35,26 @@ def test_every_format_at_every_level(level, half):
     st.integers(0, 2**32),
 )
 def test_any_part(spec, side, dim, ends, dtype, seed):
-    assert compare(spec, side, dim, min(ends), max(ends) + 1, dtype, seed) == ""
+    assert decode_compare.compare(spec, side, dim, min(ends), max(ends) + 1, dtype, seed) == ""
 
 
-@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("spec", decode_compare.FORMATS)
 def test_special_values(spec):
     """Zeros of both signs, subnormal and tiny numbers, and fp16's largest."""
     generator = torch.Generator().manual_seed(1)
     for side, dtype in itertools.product("kv", DTYPES):
         index = torch.randint(len(SPECIAL), (1, 2, 128, 64), generator=generator)
-        codec, store = packed(spec, side, torch.tensor(SPECIAL).to(dtype)[index])
-        assert compare_slots(codec, store, 0, 128, dtype, True) == ""
-        assert compare_slots(codec, store, 0, 128, torch.float32, False) == ""
+        codec, store = decode_compare.packed(spec, side, torch.tensor(SPECIAL).to(dtype)[index])
+        assert decode_compare.compare_slots(codec, store, 0, 128, dtype, True) == ""
+        assert decode_compare.compare_slots(codec, store, 0, 128, torch.float32, False) == ""
 
 
 @pytest.mark.parametrize("spec", ("int:bits=2", "int:bits=4,zero=true", "none:dtype=fp32"))
 def test_what_is_beyond_fp16_becomes_its_largest_number(spec):
     tokens = torch.full((1, 1, 32, 64), 65000.0)
     tokens[..., ::2] = -65500.0
-    codec, store = packed(spec, "k", tokens if spec[0] == "i" else tokens * 3)
-    assert compare_slots(codec, store, 0, 32, torch.float16, True) == ""
+    codec, store = decode_compare.packed(spec, "k", tokens if spec[0] == "i" else tokens * 3)
+    assert decode_compare.compare_slots(codec, store, 0, 32, torch.float16, True) == ""
 
 
 def test_the_report_has_decoding():
@@ -74,7 +64,7 @@ def test_the_report_has_decoding():
 
 def test_what_the_kernel_can_not_take_raises_before_it_is_called(monkeypatch):
     monkeypatch.setattr(backend.ctypes, "byref", lambda args: pytest.fail("C++ was entered"))
-    check_refusals(native)
+    decode_compare.check_refusals(decode_compare.native)
 
 
 def test_wide_vectors_are_torchs():

@@ -1,7 +1,5 @@
 """Encoding by the native kernel gives the torch body's bytes, at every SIMD level."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -108,13 +106,10 @@ def test_bases_of_every_kind_are_found():
     assert torch.bincount(base.read(segments[0]["base"]).flatten()).min() > 50
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "reason"),
-    (
-        ("trellis:bits=4", 20, "trellises of 20 channels, whose codes of 4 bits fill no words"),
-        ("trellis:bits=2,blocks=false", 4, "trellises of 4 channels"),
-    ),
-)
+@pytest.mark.parametrize(("spec", "dim", "reason"), (
+    ("trellis:bits=4", 20, "trellises of 20 channels, whose codes of 4 bits fill no words"),
+    ("trellis:bits=2,blocks=false", 4, "trellises of 4 channels"),
+))  # fmt: skip
 def test_trellises_without_whole_words_are_not_covered(spec, dim, reason):
     codec = codec_of(spec, "k", dim, torch.float32)
     assert CPU.covers("encode", codec, torch.float32) == reason

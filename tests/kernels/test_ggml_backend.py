@@ -4,8 +4,6 @@
 numpy here, and with ggml's own operations by its test-backend-ops (`kvpact llama-cpp check`).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -74,15 +72,12 @@ def fake(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(
-    ("layout", "found"),
-    [
-        ((), "ggml 0.25.3, interface 2"),
-        (("HAS_A_GPU",), "ggml 0.25.3, interface 2"),
-        (("OLD",), "ggml without a version, interface 1"),
-        (("SHUFFLED",), "ggml 0.25.3, interface 6"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "found"), [
+    ((), "ggml 0.25.3, interface 2"),
+    (("HAS_A_GPU",), "ggml 0.25.3, interface 2"),
+    (("OLD",), "ggml without a version, interface 1"),
+    (("SHUFFLED",), "ggml 0.25.3, interface 6"),
+])  # fmt: skip
 def test_any_layout_loads_once(fake, layout, found):
     done = run(LOAD, fake(*layout))
     start, error = done.stdout.strip().removesuffix("|").split(", trial NMSE ")
@@ -94,21 +89,18 @@ def test_any_layout_loads_once(fake, layout, found):
 TRIAL = "a trial of attention ({}) failed: the result is not ggml's"
 
 
-@pytest.mark.parametrize(
-    ("macro", "why"),
-    [
-        ("ggml_graph_node=other", "it has no function ggml_graph_node"),
-        ("NO_BACKEND", "its CPU backend has to be loaded before kvpact's"),
-        ("DISAGREE", "its backends do not begin with the number of its interface"),
-        ("NOT_CLEARED", "its devices' properties are not as kvpact expects"),
-        ("Q8_NUMBER=9", "its type 8 is not q8_0"),
-        ("ALWAYS=7", "its attention has numbers or sources that kvpact does not know"),
-        ("SYNCHRONIZED", "a copy of the process that tried it ended with signal 11"),
-        ("SCALE=1.05", TRIAL.format("a token over q8_0")),
-        ("SLOPE=2", TRIAL.format("two streams over q4_0")),
-        ("THREE_IS_A_GPU", "it takes kvpact's device for a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("macro", "why"), [
+    ("ggml_graph_node=other", "it has no function ggml_graph_node"),
+    ("NO_BACKEND", "its CPU backend has to be loaded before kvpact's"),
+    ("DISAGREE", "its backends do not begin with the number of its interface"),
+    ("NOT_CLEARED", "its devices' properties are not as kvpact expects"),
+    ("Q8_NUMBER=9", "its type 8 is not q8_0"),
+    ("ALWAYS=7", "its attention has numbers or sources that kvpact does not know"),
+    ("SYNCHRONIZED", "a copy of the process that tried it ended with signal 11"),
+    ("SCALE=1.05", TRIAL.format("a token over q8_0")),
+    ("SLOPE=2", TRIAL.format("two streams over q4_0")),
+    ("THREE_IS_A_GPU", "it takes kvpact's device for a GPU"),
+])  # fmt: skip
 def test_another_ggml_is_refused_by_name_and_lives_on(fake, macro, why):
     early = macro in ("ggml_graph_node=other", "NO_BACKEND")
     line = f"ggml 0.25.3{'' if early else ', interface 2,'} is refused: {why}"

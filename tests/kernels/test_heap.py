@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -235,14 +236,11 @@ def test_large_blocks_come_from_the_system_while_a_prompt_is_stored():
 
 
 @needs_glibc
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("KVPACT_MALLOC", "keep"),
-        ("MALLOC_TRIM_THRESHOLD_", "1000000"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value"), [
+    ("KVPACT_MALLOC", "keep"),
+    ("MALLOC_TRIM_THRESHOLD_", "1000000"),
+    ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
+])  # fmt: skip
 def test_malloc_is_left_as_it_is_where_somebody_says_so(variable, value):
     seen, _, reason = run(**{variable: value})
     assert seen[1] == seen[0]
@@ -260,11 +258,8 @@ def test_threads_that_begin_and_end_at_once_leave_no_holder(told):
             hold.begin(9)
             hold.end()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: work(), range(4)))
     hold.end()
     assert len(changes) >= 2
     assert sum(changes) == 0

@@ -1,7 +1,5 @@
 """What keys of `trellis` learn natively is what the torch body learns, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from encode_compare import DTYPES, codec_of
@@ -55,14 +53,11 @@ def test_heads_side_by_side():
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    ("size", "energy", "what"),
-    [
-        (1e5, 1.0, "first key: magnitude"),
-        (1e-22, 1.0, "weight of a channel: magnitude nan"),
-        (5e4, 3e-37, "weight of a channel: zero in fp16"),
-    ],
-)
+@pytest.mark.parametrize(("size", "energy", "what"), [
+    (1e5, 1.0, "first key: magnitude"),
+    (1e-22, 1.0, "weight of a channel: magnitude nan"),
+    (5e4, 3e-37, "weight of a channel: zero in fp16"),
+])  # fmt: skip
 def test_what_is_no_number_in_fp16_is_refused_as_by_torch(size, energy, what):
     codec = codec_of("trellis", "k", 64, torch.float32)
     x = torch.linspace(0, size, 64).expand(1, 2, 64, 64) * (1 - 2 * (torch.arange(64) % 2))[:, None]

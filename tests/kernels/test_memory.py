@@ -21,14 +21,9 @@ BACKENDS = [
 
 HEADS, QUERY_HEADS, DIM = 3, 9, 64  # SmolLM2-135M
 SPECS = [
-    "turboquant:bits=4",
-    "turboquant:bits=3,center=64",
-    "turboquant:bits=3,mode=prod",
-    "kivi:bits=2",
-    "kvarn:bits=3",
-    "int:bits=8",
-    "none",
-]
+    "turboquant:bits=4", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",
+    "kivi:bits=2", "kvarn:bits=3", "int:bits=8", "none",
+]  # fmt: skip
 
 
 class Allocations(TorchDispatchMode):

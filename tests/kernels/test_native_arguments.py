@@ -1,7 +1,5 @@
 """The arguments of native attention: what is kept from call to call is never out of date."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import sizeof

@@ -1,7 +1,5 @@
 """Caches hold and show the same bytes with native kernels as with torch's."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -16,19 +14,13 @@ pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernel
 
 LAYOUTS = {"contiguous": {}, "paged": {"num_pages": 40, "page_size": 64}}
 SPECS = (
-    "turboquant:bits=4",
-    "int:bits=8/kivi:bits=2",
-    "fp8:sinks=0",
-    "kvarn:bits=3,window=0",
+    "turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8:sinks=0", "kvarn:bits=3,window=0",
     "kvarn:group=32",
-)
+)  # fmt: skip
 LEARNING = (
-    "trellis",
-    "trellis:bits=3,sinks=4",
-    "trellis:bits=4,center=0,window=5",
-    "trellis:bits=3,center=128,sinks=9",
-    "trellis:bits=2,center=0/int:bits=8",
-)
+    "trellis", "trellis:bits=3,sinks=4", "trellis:bits=4,center=0,window=5",
+    "trellis:bits=3,center=128,sinks=9", "trellis:bits=2,center=0/int:bits=8",
+)  # fmt: skip
 
 EACH = (*itertools.product(SPECS, LAYOUTS), *((spec, "contiguous") for spec in LEARNING))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,15 +82,12 @@ def test_latents():
     assert cache.stats()["compute"]["decode"] == {"cpu": 2}
 
 
-@pytest.mark.parametrize(
-    ("spec", "codec"),
-    (
-        ("lowrank:rank=8", "LowRankCodec"),
-        ("qjl", "SignCodec"),
-        ("polarquant", "PolarCodec"),
-        ("turboquant:bits=3,mode=prod", "TurboQuantCodec"),
-    ),
-)
+@pytest.mark.parametrize(("spec", "codec"), (
+    ("lowrank:rank=8", "LowRankCodec"),
+    ("qjl", "SignCodec"),
+    ("polarquant", "PolarCodec"),
+    ("turboquant:bits=3,mode=prod", "TurboQuantCodec"),
+))  # fmt: skip
 def test_what_is_not_native_is_torch_and_says_why(spec, codec):
     k, v = torch.randn(2, 1, 2, 128, 64, generator=torch.Generator().manual_seed(6))
     cache = create_cache(f"{spec}/turboquant:bits=4", CacheGeometry(1, 2, 64, None, torch.float32))

@@ -1,7 +1,5 @@
 """Which kernel attends: what is asked for, what this machine has, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -4,8 +4,6 @@
 `qemu-user`), or an AArch64 machine, where the other tests here cover it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Attention over trellis codes is the torch body's, and decoding gives its numbers to the bit."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -23,11 +21,9 @@ SPECS = (
     "trellis:bits=4,center=128,states=8",
 )
 CACHES = (
-    *SPECS,
-    "trellis:bits=4,window=0,sinks=0",
-    "turboquant:bits=4/trellis:bits=3,window=17",
+    *SPECS, "trellis:bits=4,window=0,sinks=0", "turboquant:bits=4/trellis:bits=3,window=17",
     "trellis:bits=3,sinks=0/kivi:bits=4",
-)
+)  # fmt: skip
 PLAIN = TRELLISES[:6]
 # Whoever encodes: attention is what is compared.
 attended = partial(same, backend="auto", heads=1, held=200)

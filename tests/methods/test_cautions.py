@@ -13,31 +13,28 @@ from kvpact.spec import DEFAULT_SPEC
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "models"
 
 
-@pytest.mark.parametrize(
-    ("spec", "model", "words"),
-    [
-        ("turboquant:bits=3", [KEY_NORM], ["a rotation spreads"]),
-        ("int:bits=3,rotate=true", [KEY_NORM], ["a rotation spreads"]),
-        ("turboquant:bits=3", [], []),
-        ("turboquant:bits=3,center=64", [KEY_NORM], []),
-        ("turboquant:bits=3,first=true", [KEY_NORM], []),
-        ("qjl", [KEY_NORM], ["kept for comparison"]),
-        ("turboquant:bits=8", [KEY_NORM, KEY_BIAS], []),
-        ("int:bits=4", [], ["plain integers"]),
-        ("int:bits=4", [KEY_BIAS], ["a bias takes", "plain integers"]),
-        ("int:bits=4,rotate=true", [], []),
-        ("int:bits=8", [KEY_NORM, KEY_BIAS], []),
-        ("q4_0", [], ["plain integers", "without exact first tokens"]),
-        ("kivi:bits=2", [], ["kivi:bits=2 has"]),
-        ("kivi:bits=4", [KEY_NORM], []),
-        ("turboquant:bits=4,sinks=0", [], ["without exact first tokens"]),
-        ("int:bits=8,sinks=0", [], []),
-        ("int:bits=8/int:bits=4", [KEY_NORM, KEY_BIAS], []),
-        ("none", [KEY_NORM, KEY_BIAS], []),
-        (DEFAULT_SPEC, [KEY_NORM, KEY_BIAS], []),
-        ("trellis:bits=2", [KEY_NORM, KEY_BIAS], []),
-    ],
-)
+@pytest.mark.parametrize(("spec", "model", "words"), [
+    ("turboquant:bits=3", [KEY_NORM], ["a rotation spreads"]),
+    ("int:bits=3,rotate=true", [KEY_NORM], ["a rotation spreads"]),
+    ("turboquant:bits=3", [], []),
+    ("turboquant:bits=3,center=64", [KEY_NORM], []),
+    ("turboquant:bits=3,first=true", [KEY_NORM], []),
+    ("qjl", [KEY_NORM], ["kept for comparison"]),
+    ("turboquant:bits=8", [KEY_NORM, KEY_BIAS], []),
+    ("int:bits=4", [], ["plain integers"]),
+    ("int:bits=4", [KEY_BIAS], ["a bias takes", "plain integers"]),
+    ("int:bits=4,rotate=true", [], []),
+    ("int:bits=8", [KEY_NORM, KEY_BIAS], []),
+    ("q4_0", [], ["plain integers", "without exact first tokens"]),
+    ("kivi:bits=2", [], ["kivi:bits=2 has"]),
+    ("kivi:bits=4", [KEY_NORM], []),
+    ("turboquant:bits=4,sinks=0", [], ["without exact first tokens"]),
+    ("int:bits=8,sinks=0", [], []),
+    ("int:bits=8/int:bits=4", [KEY_NORM, KEY_BIAS], []),
+    ("none", [KEY_NORM, KEY_BIAS], []),
+    (DEFAULT_SPEC, [KEY_NORM, KEY_BIAS], []),
+    ("trellis:bits=2", [KEY_NORM, KEY_BIAS], []),
+])  # fmt: skip
 def test_what_is_told(spec, model, words):
     found = cautions(parse_spec(spec), model)
     assert len(found) == len(words)

@@ -58,5 +58,4 @@ def test_a_codec_may_be_a_dataclass_without_equality():
             self.fields = (TokenField("x", self.dim, torch.float32),)
 
     one, other = Plain(), Plain(4)
-    assert one != other and len({one, other}) == 2
-    assert one.dim == other.dim == 4
+    assert one != other and len({one, other}) == 2 and one.dim == other.dim == 4

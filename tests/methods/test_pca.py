@@ -228,10 +228,8 @@ def test_a_layer_without_rope_is_found_by_its_keys():
 def test_states_of_another_kind_are_refused():
     fitted = codec(2.0).fit(random_tokens(1, 2, 200, 32))
     for name, kind in (
-        ("mean", torch.float16),
-        ("basis", torch.float64),
-        ("weight", torch.float64),
-    ):
+        ("mean", torch.float16), ("basis", torch.float64), ("weight", torch.float64),
+    ):  # fmt: skip
         with pytest.raises(FormatError, match=name):
             codec(2.0).restore({**fitted.state(), name: fitted.state()[name].to(kind)})
     geometry = CacheGeometry(1, 3, 32)

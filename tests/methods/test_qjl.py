@@ -113,6 +113,5 @@ def test_values_are_those_of_kivi(bits, group):
 def test_the_sketch_means_nothing_for_values():
     with pytest.raises(SpecError, match="'sketch' applies to K only"):
         kvpact.parse_spec("int:bits=8/qjl:sketch=3")
-    assert (
-        str(kvpact.parse_spec("qjl:sketch=3/qjl:value_bits=4")) == "qjl:sketch=3/qjl:value_bits=4"
-    )
+    text = "qjl:sketch=3/qjl:value_bits=4"
+    assert str(kvpact.parse_spec(text)) == text

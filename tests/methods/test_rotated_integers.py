@@ -56,9 +56,8 @@ DISTORTION = {64: (0.00903, 0.00887), 128: (0.01067, 0.00919), 256: (0.01227, 0.
 def test_distortion_beside_that_of_a_codebook(dim):
     x = normal(1, 2, 2048, dim, seed=3)
     integers, codebook = DISTORTION[dim]
-    assert distortion(Integer(bits=4, group=dim, rotate=True), x) == pytest.approx(
-        integers, rel=0.02
-    )
+    rotated = distortion(Integer(bits=4, group=dim, rotate=True), x)
+    assert rotated == pytest.approx(integers, rel=0.02)
     assert distortion(TurboQuant(bits=4), x) == pytest.approx(codebook, rel=0.02)
 
 

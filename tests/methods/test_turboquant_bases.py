@@ -113,15 +113,9 @@ def test_slots_take_fewer_bits_than_with_a_mean_alone():
     assert bits["turboquant:bits=3,center=64"] == pytest.approx(3 + 16 / 64 + 16 / 64)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda first: first.float(),
-        lambda first: first[:, 1:],
-        lambda first: first * torch.inf,
-    ],
-    ids=["dtype", "width", "infinite"],
-)
+@pytest.mark.parametrize("change", [
+    lambda first: first.float(), lambda first: first[:, 1:], lambda first: first * torch.inf,
+], ids=["dtype", "width", "infinite"])  # fmt: skip
 def test_another_state_is_refused(change):
     codec = learnt()
     with pytest.raises(FormatError, match="first"):

@@ -72,6 +72,5 @@ def test_a_library_that_needs_the_compilers_own_libraries(monkeypatch):
 @pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 @pytest.mark.parametrize("platform", (MACOS, WINDOWS), ids=lambda platform: platform.name)
 def test_a_library_of_another_system(platform):
-    assert library_problems(library().path, platform) == [
-        f"The library is no library of {platform.name}."
-    ]
+    found = library_problems(library().path, platform)
+    assert found == [f"The library is no library of {platform.name}."]

@@ -69,15 +69,12 @@ def test_linux_on_arm_is_emulated_or_an_error(monkeypatch):
         runner(ARM)
 
 
-@pytest.mark.parametrize(
-    ("flags", "levels"),
-    [
-        ("sse2", ["none"]),
-        ("sse2 avx2 fma f16c", ["none", "avx2"]),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_vnni", ["none"]),
-        ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi", ["none", "avx2"]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "levels"), [
+    ("sse2", ["none"]),
+    ("sse2 avx2 fma f16c", ["none", "avx2"]),
+    ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_vnni", ["none"]),
+    ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi", ["none", "avx2"]),
+])  # fmt: skip
 def test_levels_are_those_of_the_processor(monkeypatch, tmp_path, flags, levels):
     monkeypatch.setattr(wheel_replay, "PROCESSOR", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")

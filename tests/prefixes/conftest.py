@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, MLACache, PagedKVCache, create_cache
-from kvpact.stores import MemoryStore
 
 GEOMETRY = CacheGeometry(2, 2, 32, 16, torch.float32)
 LATENT = CacheGeometry.mla(2, 32, 16, torch.float32)
@@ -36,19 +35,11 @@ def fill(cache, ids, start=0, seq=None):
 
 def calibration(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {
-        layer: (
-            torch.randn(1, 2, 300, 32, generator=generator),
-            torch.randn(1, 2, 300, 16, generator=generator),
-        )
-        for layer in range(2)
-    }
 
+    def random(width):
+        return torch.randn(1, 2, 300, width, generator=generator)
 
-@pytest.fixture
-def store():
-    with MemoryStore() as held:
-        yield held
+    return {layer: (random(32), random(16)) for layer in range(2)}
 
 
 @pytest.fixture

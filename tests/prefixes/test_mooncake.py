@@ -53,11 +53,8 @@ def test_a_prefix_of_another_process_has_the_same_bytes(master, ids, tmp_path):
     whole.snapshot().save(tmp_path / "whole.safetensors")
     saved = subprocess.run(
         [sys.executable, "-c", SAVE, master.url, SPEC, tmp_path / "whole.safetensors", str(ids)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+        stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+    )  # fmt: skip
     assert saved.stdout.strip() == "4"
     memory = MemoryStore()
     PrefixCache(memory, whole, model="m").save(ids)

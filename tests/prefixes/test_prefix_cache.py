@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from latent_heads import heads_of
 
 from kvpact import MLACache, PrefixCache, create_cache, list_methods
-from kvpact.errors import (
-    CacheFull,
-    DtypeError,
-    GeometryError,
-    MismatchError,
-    SpecError,
-)
+from kvpact.errors import CacheFull, DtypeError, GeometryError, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.registry import Alias
 from kvpact.stores import MemoryStore
@@ -40,9 +34,8 @@ def test_a_loaded_prefix_is_a_slice_of_what_was_saved(store, make, ids, name):
     assert prefix(store, source).save(ids) == 4
     loaded, other = make(name, fitted=fitted), make(name, fitted=fitted)
     prefixes = prefix(store, loaded)
-    assert (
-        prefixes.match(ids) == prefixes.load(ids) == loaded.seq_len(0) == loaded.seq_len(1) == 256
-    )
+    assert prefixes.match(ids) == prefixes.load(ids) == 256
+    assert loaded.seq_len(0) == loaded.seq_len(1) == 256
     other.restore(source.snapshot(page_size=64).slice(0, 256))
     assert state(loaded) == state(other)
 
@@ -135,14 +128,10 @@ def test_sinks_of_several_chunks_stay_with_their_tokens(store, make, ids):
     assert torch.equal(whole.entry(0).v.sinks, fill(make(spec), ids).entry(0).v.sinks)
 
 
-@pytest.mark.parametrize(
-    ("spec", "chunk", "least"),
-    [
-        ("turboquant:bits=3,center=64", 64, 64),
-        ("turboquant:bits=3,center=128", 128, 128),
-        ("int:bits=8", 64, 32),
-    ],
-)
+@pytest.mark.parametrize(("spec", "chunk", "least"), [
+    ("turboquant:bits=3,center=64", 64, 64), ("turboquant:bits=3,center=128", 128, 128),
+    ("int:bits=8", 64, 32),
+])  # fmt: skip
 def test_chunks_are_whole_groups(store, make, ids, spec, chunk, least):
     cache = fill(make(spec), ids)
     prefixes = prefix(store, cache)

@@ -9,12 +9,8 @@ from kvpact.stores import open_store
 
 SOURCE = Path(kvpact.errors.__file__).parent
 TABLES = (
-    "cli",
-    "testing",
-    "evaluate/report.py",
-    "evaluate/task_scores.py",
-    "evaluate/free_running.py",
-)
+    "cli", "testing", "evaluate/report.py", "evaluate/task_scores.py", "evaluate/free_running.py",
+)  # fmt: skip
 
 
 def _texts(path):

@@ -19,8 +19,7 @@ KINDS = {"markdown", "input", "textarea", "dropdown", "checkboxes"}
 
 def test_the_citation_has_the_version_of_the_package():
     lines = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
-    assert f"version: {kvpact.__version__}" in lines
-    assert "license: Apache-2.0" in lines
+    assert f"version: {kvpact.__version__}" in lines and "license: Apache-2.0" in lines
 
 
 @pytest.mark.parametrize("name", TEXTS)

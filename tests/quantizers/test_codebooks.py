@@ -12,15 +12,10 @@ CPU = torch.device("cpu")
 # Distortion of the optimal quantiser of N(0, 1) (Max 1960, table I), computed anew to 8 digits,
 # and by how much of it the codebook's is larger.
 DISTORTION = {
-    1: (0.36338023, 3e-8),
-    2: (0.11748185, 7e-7),
-    3: (0.034547761, 2.37e-5),
-    4: (0.0095010080, 5.48e-4),
-    5: (0.0025046684, 5.79e-3),
-    6: (0.00064423967, 1.932e-2),
-    7: (0.00016347823, 0),
-    8: (0.000041185083, 0),
-}
+    1: (0.36338023, 3e-8), 2: (0.11748185, 7e-7), 3: (0.034547761, 2.37e-5),
+    4: (0.0095010080, 5.48e-4), 5: (0.0025046684, 5.79e-3), 6: (0.00064423967, 1.932e-2),
+    7: (0.00016347823, 0), 8: (0.000041185083, 0),
+}  # fmt: skip
 ALL_BITS = sorted(DISTORTION)
 WHOLE, LLOYD_MAX = ALL_BITS[:6], ALL_BITS[6:]
 

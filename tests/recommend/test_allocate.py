@@ -64,20 +64,10 @@ def test_a_budget_below_the_smallest_recipe_is_refused():
         allocate({(0, side): [Rung("a", 10, 1.0)] for side in SIDES}, 19)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("25%", 250),
-        ("12.5 %", 125),
-        ("100%", 1000),
-        ("4GB", 4 * 10**9),
-        ("1.5GiB", 3 * 2**29),
-        ("300mb", 3 * 10**8),
-        ("2 KiB", 2048),
-        ("77", 77),
-        ("77B", 77),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("25%", 250), ("12.5 %", 125), ("100%", 1000), ("4GB", 4 * 10**9), ("1.5GiB", 3 * 2**29),
+    ("300mb", 3 * 10**8), ("2 KiB", 2048), ("77", 77), ("77B", 77),
+])  # fmt: skip
 def test_budgets(text, expected):
     assert budget_bytes(text, 1000) == expected
 

@@ -2,29 +2,16 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GptOssConfig,
-    Lfm2Config,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+import transformers
 
 from kvpact.evaluate import evaluate
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.recommend import plan, survey
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +21,12 @@ def ids():
 
 def test_layers_with_sliding_windows_stay_exact_and_count(ids):
     torch.manual_seed(0)
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         **SIZES, num_hidden_layers=3, head_dim=32, sliding_window=128, attn_logit_softcapping=30.0,
         query_pre_attn_scalar=64, attn_implementation="eager",
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
-    model = Gemma2ForCausalLM(config).eval()
+    model = transformers.Gemma2ForCausalLM(config).eval()
     surveyed = survey(model, ids, chunk=128)
     assert sorted(surveyed.seen.layers) == [1] and sorted(surveyed.seen.bounded) == [0, 2]
     found = plan(surveyed, context=8192, budget="40%")
@@ -53,25 +40,29 @@ def test_layers_with_sliding_windows_stay_exact_and_count(ids):
 
 
 def _lfm2():
-    return Lfm2Config(**SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    return transformers.Lfm2Config(
+        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"]
+    )
 
 
 def _gpt_oss():
-    return GptOssConfig(
+    return transformers.GptOssConfig(
         **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=16, num_local_experts=2,
         num_experts_per_tok=1, attn_implementation="eager",
     )  # fmt: skip
 
 
 def _gpt2():
-    return GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, initializer_range=0.2)
+    return transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=64, initializer_range=0.2
+    )
 
 
 @pytest.mark.filterwarnings("ignore:the model's attention is 'eager'")
 @pytest.mark.parametrize("config", [_lfm2, _gpt_oss, _gpt2])
 def test_states_sink_logits_and_learnt_positions_are_no_obstacle(ids, config):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config()).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config()).eval()
     found = plan(survey(model, ids, chunk=128), context=4096, budget="100%")
     row = evaluate(model, ids, ["int:bits=8"], chunk=128).rows[1]
     assert found.of("int:bits=8").predicted == pytest.approx(row.kl_mean, rel=0.4)
@@ -79,8 +70,8 @@ def test_states_sink_logits_and_learnt_positions_are_no_obstacle(ids, config):
 
 def test_large_key_biases_are_named_and_taken_off(ids):
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES, num_hidden_layers=2)
-    model = Qwen2ForCausalLM(config).eval()
+    config = transformers.Qwen2Config(**SIZES, num_hidden_layers=2)
+    model = transformers.Qwen2ForCausalLM(config).eval()
     plain = plan(survey(model, ids, chunk=128), budget="50%")
     assert not any("biases" in note for note in plain.notes)
     with torch.no_grad():

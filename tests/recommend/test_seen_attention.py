@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.attention import attention_forward
-from kvpact.integrations.transformers.record import RECORDING, _recording, seen_attention
+from kvpact.integrations.transformers.attention.forward import attention_forward
+from kvpact.integrations.transformers.attention.seen import RECORDING, _recording, seen_attention
 from kvpact.integrations.transformers.versions import named
 
 
@@ -92,10 +92,8 @@ def test_latents_are_refused(model):
 @pytest.mark.parametrize("masked", [None, "causal", "additive"])
 def test_attention_with_gradients_equals_that_without(masked):
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, tokens, 8, generator=draw)
-        for heads, tokens in ((4, 6), (2, 9), (2, 9))
-    )
+    sizes = ((4, 6), (2, 9), (2, 9))
+    q, k, v = (torch.randn(1, heads, n, 8, generator=draw) for heads, n in sizes)
     options = {"scaling": 0.3, "softcap": 2.0, "s_aux": torch.randn(4, generator=draw)}
     mask = None
     if masked:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpact.integrations.transformers.record import Seen, SeenLayer, seen_attention
+from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer, seen_attention
 from kvpact.integrations.transformers.versions import named
 from kvpact.recommend import Sensitivity, measure_sensitivity
 from kvpact.recommend.sensitivity import SINKS, WINDOW
@@ -86,9 +86,9 @@ def test_shorter_values_cost_the_kl_that_is_measured(model, ids, found):
 def test_exact_tokens_have_no_gradients(found):
     assert found.scored == TOKENS - CHUNK
     for side in (found.key, found.value):
-        assert {layer: [x.shape for x in parts] for layer, parts in side.items()} == {
-            layer: [(400, 2, CODED.stop - CODED.start, 16)] for layer in (0, 1)
-        }
+        shape = (400, 2, CODED.stop - CODED.start, 16)
+        found = {layer: [x.shape for x in parts] for layer, parts in side.items()}
+        assert found == {0: [shape], 1: [shape]}
     exact = found.seen.layers[0]
     wrong = exact.k.clone()
     wrong[:, :, : CODED.start] += 1

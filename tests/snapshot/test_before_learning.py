@@ -160,20 +160,17 @@ def energy(number: float = 1.0, tokens: int = SEEN) -> torch.Tensor:
     return torch.full((2, 2, tokens, 32), number).to(torch.float8_e5m2).view(torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seen", "number", "message"),
-    [
-        (HELD, SEEN, torch.nan, "energies of queries"),
-        (HELD, SEEN, torch.inf, "energies of queries"),
-        (HELD, SEEN, -1.0, "energies of queries"),
-        (HELD, SEEN + 1, 1.0, "nothing learns from"),
-        (37, 1, 1.0, "nothing learns from"),
-        (20, 1, 1.0, "nothing learns from"),
-        (68, 32, 1.0, "nothing learns from"),
-        (69, 1, 1.0, "beside what was learnt"),
-        (70, SEEN, 1.0, "beside what was learnt"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "seen", "number", "message"), [
+    (HELD, SEEN, torch.nan, "energies of queries"),
+    (HELD, SEEN, torch.inf, "energies of queries"),
+    (HELD, SEEN, -1.0, "energies of queries"),
+    (HELD, SEEN + 1, 1.0, "nothing learns from"),
+    (37, 1, 1.0, "nothing learns from"),
+    (20, 1, 1.0, "nothing learns from"),
+    (68, 32, 1.0, "nothing learns from"),
+    (69, 1, 1.0, "beside what was learnt"),
+    (70, SEEN, 1.0, "beside what was learnt"),
+])  # fmt: skip
 def test_energies_that_no_cache_has_seen_are_refused(tokens, seen, number, message):
     cache = started(20)
     held = cache.snapshot().to_bytes()

@@ -29,9 +29,7 @@ def test_all_bits_arrive_whatever_the_strides(dtype, device):
         far = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=device)
         found = on_host(far.copy_(part))
         assert found.device.type == "cpu" and found.shape == part.shape
-        assert torch.equal(
-            found.contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)
-        )
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (found, part)))
 
 
 def test_what_is_on_the_cpu_is_not_copied():

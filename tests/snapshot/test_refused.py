@@ -18,24 +18,17 @@ def filled(
 ):
     cache = create_cache(spec, CacheGeometry(2, heads, dim, dtype=dtype))
     for layer in range(2):
-        k, v = (
-            random_tokens(1, heads, tokens, dim, seed=2 * layer + side, dtype=dtype)
-            for side in (0, 1)
-        )
+        given = {"dim": dim, "dtype": dtype}
+        k, v = (random_tokens(1, heads, tokens, **given, seed=2 * layer + x) for x in (0, 1))
         cache.prefill(layer, k, v)
     return cache
 
 
 @pytest.mark.parametrize("dim", [1, 3, 5])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "turboquant:bits=4,center=128,window=0",
-        "kivi:bits=2,group=32,window=0",
-        "int:bits=3,window=0",
-        "kvarn:bits=3,group=32,window=0",
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    "turboquant:bits=4,center=128,window=0", "kivi:bits=2,group=32,window=0", "int:bits=3,window=0",
+    "kvarn:bits=3,group=32,window=0",
+])  # fmt: skip
 def test_a_page_alone_with_fields_at_odd_offsets_is_restored(spec, dim):
     cache = filled(spec, dim, heads=1)
     held = Snapshot.from_bytes(cache.snapshot(page_size=128).to_bytes())

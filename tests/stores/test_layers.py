@@ -6,16 +6,8 @@ import traceback
 
 import pytest
 
+from kvpact import stores
 from kvpact.errors import BackendUnavailable, FormatError, IntegrityError, StoreError, StoreFull
-from kvpact.stores import (
-    BackgroundStore,
-    DirectoryStore,
-    EncryptedStore,
-    FsspecStore,
-    MemoryStore,
-    StoreWarning,
-    open_store,
-)
 from kvpact.stores import records as records_module
 from kvpact.stores.records import peek, seal, unseal
 
@@ -56,10 +48,10 @@ def test_an_entry_of_a_later_version_is_a_miss_and_stays(monkeypatch):
     monkeypatch.setattr(records_module, "VERSION", 2)
     later = record_of("a")
     monkeypatch.undo()
-    store = MemoryStore()
+    store = stores.MemoryStore()
     store.put("a", b"1")
     store._records["a"] = (later, 0.0)
-    with pytest.warns(StoreWarning, match="version 2"):
+    with pytest.warns(stores.StoreWarning, match="version 2"):
         assert store.get("a") is None
     assert "a" in store and store.gc(verify=True).damaged == 0
     assert store.stats().damaged == 0
@@ -71,8 +63,8 @@ SECRET = secrets.token_bytes(32)
 
 
 def test_nothing_of_a_blob_can_be_read_in_the_store():
-    inner = MemoryStore()
-    store = EncryptedStore(inner, SECRET)
+    inner = stores.MemoryStore()
+    store = stores.EncryptedStore(inner, SECRET)
     for key in ("a", "b", "a"):
         store.put(key, b"plain text " * 20)
     sealed = [inner.get("a"), inner.get("b")]
@@ -84,8 +76,8 @@ def test_nothing_of_a_blob_can_be_read_in_the_store():
 
 def test_an_entry_moved_by_one_who_can_write_is_a_miss_and_removed():
     """Whoever can write can also make good checksums; the key is authenticated, too."""
-    inner = MemoryStore()
-    store = EncryptedStore(inner, SECRET)
+    inner = stores.MemoryStore()
+    store = stores.EncryptedStore(inner, SECRET)
     store.put("a", b"1")
     inner.put("b", inner.get("a"))
     forged = bytearray(inner.get("a"))
@@ -93,7 +85,7 @@ def test_an_entry_moved_by_one_who_can_write_is_a_miss_and_removed():
     inner.put("c", forged)
     hits = store.stats().hits
     for key in ("b", "c"):
-        with pytest.warns(StoreWarning, match="forged"):
+        with pytest.warns(stores.StoreWarning, match="forged"):
             assert store.get(key) is None
         assert key not in store
     stats = store.stats()
@@ -103,15 +95,15 @@ def test_an_entry_moved_by_one_who_can_write_is_a_miss_and_removed():
 
 @pytest.mark.parametrize("other", ["secret", "cipher", "plain"])
 def test_entries_of_another_secret_are_misses_and_stay(other):
-    inner = MemoryStore()
+    inner = stores.MemoryStore()
     if other == "plain":
         inner.put("a", b"never sealed")
     elif other == "secret":
-        EncryptedStore(inner, secrets.token_bytes(32)).put("a", b"1")
+        stores.EncryptedStore(inner, secrets.token_bytes(32)).put("a", b"1")
     else:
-        EncryptedStore(inner, SECRET, cipher="chacha20-poly1305").put("a", b"1")
-    store = EncryptedStore(inner, SECRET)
-    with pytest.warns(StoreWarning, match="sealed"):
+        stores.EncryptedStore(inner, SECRET, cipher="chacha20-poly1305").put("a", b"1")
+    store = stores.EncryptedStore(inner, SECRET)
+    with pytest.warns(stores.StoreWarning, match="sealed"):
         assert store.get("a") is None
     assert "a" in inner and store.stats().damaged == 0
 
@@ -119,16 +111,16 @@ def test_entries_of_another_secret_are_misses_and_stay(other):
 @pytest.mark.parametrize("secret", [b"", b"short", bytes(33), "text" * 8, None])
 def test_a_bad_secret_is_refused(secret):
     with pytest.raises(StoreError, match="32 random bytes"):
-        EncryptedStore(MemoryStore(), secret)
+        stores.EncryptedStore(stores.MemoryStore(), secret)
     with pytest.raises(StoreError, match="known"):
-        EncryptedStore(MemoryStore(), SECRET, cipher="rot13")
+        stores.EncryptedStore(stores.MemoryStore(), SECRET, cipher="rot13")
 
 
 # --- fsspec ----------------------------------------------------------------------------------
 
 
 def test_fsspec_files_of_killed_writers_go_after_a_day(tmp_path):
-    with FsspecStore(f"file://{tmp_path}/s") as store:
+    with stores.FsspecStore(f"file://{tmp_path}/s") as store:
         store.put("a", b"1")
         for begun in (1_000_000_000, 99_999_999_999):
             (tmp_path / "s" / f"{begun}-0123456789abcdef.part").write_bytes(b"torn")
@@ -140,7 +132,7 @@ def test_fsspec_files_of_killed_writers_go_after_a_day(tmp_path):
 
 
 def test_a_file_system_that_fails_is_a_miss_or_a_named_error(monkeypatch):
-    with FsspecStore("memory://failing/s") as store:
+    with stores.FsspecStore("memory://failing/s") as store:
         store.put("a", b"1")
 
         def fail(*args, **kwargs):
@@ -148,31 +140,26 @@ def test_a_file_system_that_fails_is_a_miss_or_a_named_error(monkeypatch):
 
         for name in ("cat_file", "pipe_file", "exists", "find"):
             monkeypatch.setattr(store._fs, name, fail)
-        with pytest.warns(StoreWarning, match="throttled"):
+        with pytest.warns(stores.StoreWarning, match="throttled"):
             assert store.get("a") is None
-        with pytest.warns(StoreWarning, match="throttled"):
+        with pytest.warns(stores.StoreWarning, match="throttled"):
             assert "a" not in store
         with pytest.raises(StoreError, match="throttled"):
             store.put("a", b"2")
-        with pytest.warns(StoreWarning):
+        with pytest.warns(stores.StoreWarning):
             stats = store.stats()
         assert (stats.entries, stats.errors) == (None, 4)
         monkeypatch.undo()
         assert store.get("a") == b"1"
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "memory://bucket/s?sig=SECRET",
-        "memory://user:SECRET@bucket/s?sig=SECRET",
-        "memory://user:SEC?RET@bucket/s",
-        "memory://bucket/s?sig=SEC@RET",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "memory://bucket/s?sig=SECRET", "memory://user:SECRET@bucket/s?sig=SECRET",
+    "memory://user:SEC?RET@bucket/s", "memory://bucket/s?sig=SEC@RET",
+])  # fmt: skip
 def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
     texts = []
-    with FsspecStore(url) as store:
+    with stores.FsspecStore(url) as store:
         texts.append(repr(store))
 
         def fail(*args, **kwargs):
@@ -186,7 +173,7 @@ def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
             store.put("a", b"1")
         texts += traceback.format_exception_only(raised.value)
         assert raised.value.__cause__ is None and raised.value.__suppress_context__
-        with pytest.warns(StoreWarning, match="403") as caught:
+        with pytest.warns(stores.StoreWarning, match="403") as caught:
             assert store.get("a") is None
         texts += [str(warning.message) for warning in caught]
     for text in texts:
@@ -198,13 +185,13 @@ def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
 
 def test_every_url_has_its_store(tmp_path):
     for url, kind in (
-        ("memory://", MemoryStore),
-        (tmp_path / "a", DirectoryStore),
-        (str(tmp_path / "b"), DirectoryStore),
-        ((tmp_path / "c d").as_uri(), DirectoryStore),
-        (f"local://{tmp_path}/d", FsspecStore),
+        ("memory://", stores.MemoryStore),
+        (tmp_path / "a", stores.DirectoryStore),
+        (str(tmp_path / "b"), stores.DirectoryStore),
+        ((tmp_path / "c d").as_uri(), stores.DirectoryStore),
+        (f"local://{tmp_path}/d", stores.FsspecStore),
     ):
-        with open_store(url) as store:
+        with stores.open_store(url) as store:
             assert type(store) is kind
             store.put("a", b"1")
             assert store.get("a") == b"1"
@@ -212,42 +199,32 @@ def test_every_url_has_its_store(tmp_path):
 
 
 def test_open_store_passes_options_on_and_wraps(tmp_path):
-    with open_store(tmp_path / "s", secret=SECRET, background=True, max_bytes=2000) as store:
-        assert isinstance(store, BackgroundStore)
+    with stores.open_store(tmp_path / "s", secret=SECRET, background=True, max_bytes=2000) as store:
+        assert isinstance(store, stores.BackgroundStore)
         store.put("a", b"plain")
         store.flush()
         assert store.get("a") == b"plain"
-    with open_store(tmp_path / "s") as store:
+    with stores.open_store(tmp_path / "s") as store:
         assert b"plain" not in store.get("a")
-    with open_store("memory://", max_bytes=10) as store, pytest.raises(StoreFull):
+    with stores.open_store("memory://", max_bytes=10) as store, pytest.raises(StoreFull):
         store.put("a", b"1")
 
 
-@pytest.mark.parametrize(
-    ("url", "options"),
-    [
-        ("memory://", {"maxbytes": 5}),
-        ("memory://", {"ttl": 0}),
-        ("memory://", {"max_bytes": -1}),
-        ("memory://somewhere", {}),
-        ("file://host/path", {}),
-        ("nosuchscheme://x", {}),
-        ("memory://", {"secret": b"short"}),
-    ],
-)
+@pytest.mark.parametrize(("url", "options"), [
+    ("memory://", {"maxbytes": 5}), ("memory://", {"ttl": 0}), ("memory://", {"max_bytes": -1}),
+    ("memory://somewhere", {}), ("file://host/path", {}), ("nosuchscheme://x", {}),
+    ("memory://", {"secret": b"short"}),
+])  # fmt: skip
 def test_bad_urls_and_options_are_named(url, options):
     with pytest.raises(StoreError):
-        open_store(url, **options)
+        stores.open_store(url, **options)
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "make"),
-    [
-        ("redis", "redis", lambda: open_store("redis://localhost")),
-        ("fsspec", "remote", lambda: open_store("s3://bucket")),
-        ("cryptography", "encryption", lambda: open_store("memory://", secret=SECRET)),
-    ],
-)
+@pytest.mark.parametrize(("module", "extra", "make"), [
+    ("redis", "redis", lambda: stores.open_store("redis://localhost")),
+    ("fsspec", "remote", lambda: stores.open_store("s3://bucket")),
+    ("cryptography", "encryption", lambda: stores.open_store("memory://", secret=SECRET)),
+])  # fmt: skip
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra, make):
     for name in [m for m in sys.modules if m.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)

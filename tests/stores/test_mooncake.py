@@ -47,14 +47,10 @@ class TestMooncakeStore(StoreContract):
 def raw(master, code, **names):
     """Run Python in a process of its own, with a client `s` of Mooncake's own."""
     setup = {
-        "local_hostname": "127.0.0.1",
-        "metadata_server": "P2PHANDSHAKE",
-        "local_buffer_size": 16 << 20,
-        "global_segment_size": 0,
-        "protocol": "tcp",
-        "rdma_devices": "",
-        "master_server_addr": f"127.0.0.1:{master.port}",
-    }
+        "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE",
+        "local_buffer_size": 16 << 20, "global_segment_size": 0, "protocol": "tcp",
+        "rdma_devices": "", "master_server_addr": f"127.0.0.1:{master.port}",
+    }  # fmt: skip
     begin = (
         "import json, os, sys\n"
         "from mooncake.store import MooncakeDistributedStore\n"
@@ -63,12 +59,8 @@ def raw(master, code, **names):
         f"assert not s.setup({setup})\n"
     )
     end = "\nsys.stdout.flush()\nos._exit(0)\n"
-    return subprocess.run(
-        [sys.executable, "-c", begin + code + end, json.dumps(names)],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=60,
-    ).stdout
+    command = [sys.executable, "-c", begin + code + end, json.dumps(names)]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
 
 
 def test_a_record_lies_in_the_cluster_as_it_is_in_every_store(cluster):
@@ -89,13 +81,8 @@ def test_two_processes_share_a_cluster(cluster):
     )
     with connect(cluster, prefix="two:") as store:
         store.put("ours", b"1" * 100_000)
-        out = subprocess.run(
-            [sys.executable, "-c", code, cluster.url],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
+        command, pipe = [sys.executable, "-c", code, cluster.url], subprocess.PIPE
+        out = subprocess.run(command, stdout=pipe, text=True, check=True, timeout=120).stdout
         assert out.strip() == "['ours', 'theirs']"
         assert store.get("theirs") == b"2" * 100_000
 
@@ -144,10 +131,8 @@ def test_without_the_masters_http_server_entries_are_there_and_not_listed(cluste
 
 
 def test_an_entry_is_at_most_a_quarter_of_the_buffer(cluster):
-    with (
-        connect(cluster, prefix="large:", buffer_size="4MiB") as small,
-        connect(cluster, prefix="large:") as large,
-    ):
+    small_one = connect(cluster, prefix="large:", buffer_size="4MiB")
+    with small_one as small, connect(cluster, prefix="large:") as large:
         small.put("a", bytes((1 << 20) - 61))
         assert small.get("a") == bytes((1 << 20) - 61)
         with pytest.raises(StoreFull, match="a quarter of buffer_size=4194304"):

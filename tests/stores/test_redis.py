@@ -240,53 +240,34 @@ def test_tls_and_certificates_are_checked(certificate, tmp_path, start_server):
         server.kill()
 
 
-@pytest.mark.parametrize(
-    ("url", "options"),
-    [
-        ("http://localhost", {}),
-        ("redis://localhost", {"prefix": "a*"}),
-        ("redis://localhost", {"timeout": 0}),
-        ("redis://localhost", {"ca_certs": "x.pem"}),
-        ("redis://localhost:notaport", {}),
-        ("redis://localhost?nonesuch=1", {}),
-    ],
-)
+@pytest.mark.parametrize(("url", "options"), [
+    ("http://localhost", {}), ("redis://localhost", {"prefix": "a*"}),
+    ("redis://localhost", {"timeout": 0}), ("redis://localhost", {"ca_certs": "x.pem"}),
+    ("redis://localhost:notaport", {}), ("redis://localhost?nonesuch=1", {}),
+])  # fmt: skip
 def test_bad_options_are_named(url, options):
     with pytest.raises(StoreError):
         RedisStore(url, **options)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "redis://:hunter#2secret@host:6379",
-        "redis://:6379#2secret@host",
-        "redis://user:hunter/2secret@host",
-        "redis://user:6379/2secret@host",
-        "redis://user:hunter?2secret@host:1",
-        "redis://:hunter2secret@host:abc",
-        "redis://[hunter2secret@host",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "redis://:hunter#2secret@host:6379", "redis://:6379#2secret@host",
+    "redis://user:hunter/2secret@host", "redis://user:6379/2secret@host",
+    "redis://user:hunter?2secret@host:1", "redis://:hunter2secret@host:abc",
+    "redis://[hunter2secret@host",
+])  # fmt: skip
 def test_a_url_that_a_password_has_cut_is_not_shown(url):
     with pytest.raises(StoreError, match=r"%23.*password=") as raised:
         RedisStore(url, timeout=0.01)
     assert "hunter" not in str(raised.value) and "secret" not in str(raised.value)
     # Nor by a traceback.
-    assert raised.value.__cause__ is None and (
-        raised.value.__context__ is None or raised.value.__suppress_context__
-    )
+    error = raised.value
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "ssl_cert_reqs=none",
-        "ssl%5Fcheck_hostname=false",
-        "db=0&socket_timeout=9999",
-        "ssl_ca_certs",
-    ],
-)
+@pytest.mark.parametrize("query", [
+    "ssl_cert_reqs=none", "ssl%5Fcheck_hostname=false", "db=0&socket_timeout=9999", "ssl_ca_certs",
+])  # fmt: skip
 def test_a_url_does_not_override_arguments(query):
     with pytest.raises(StoreError, match=r"ssl_... or socket_...; give"):
         RedisStore(f"rediss://127.0.0.1:1?{query}", timeout=0.01)

@@ -59,11 +59,7 @@ def test_every_channel_spreads_over_at_least_half_of_the_vector(dim):
     assert shares.max() < (0.12 if dim & (dim - 1) else 1 / dim + 1e-6)
 
 
-FIRST_SIGNS = {
-    0: "+--+-+++-++-+--+",
-    1: "+-+++-++++-+--+-",
-    12345: "--+--+---+-+++-+",
-}
+FIRST_SIGNS = {0: "+--+-+++-++-+--+", 1: "+-+++-++++-+--+-", 12345: "--+--+---+-+++-+"}
 
 
 @pytest.mark.parametrize("seed", FIRST_SIGNS)

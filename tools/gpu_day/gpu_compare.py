@@ -27,7 +27,7 @@ from scenes import FORMATS
 from torch import Tensor
 
 from kvpact import AttendConfig, CacheGeometry, create_cache, parse_spec, units
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.view import PagedView
 from kvpact.kernels import BACKENDS
 from kvpact.kernels.triton.backend import TritonBackend, installed
 from kvpact.kernels.triton.digits import fast

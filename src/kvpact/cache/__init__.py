@@ -1,17 +1,17 @@
 """Where slots live; `check_layer`, `check_tokens` and `check_query` serve caches of others, too."""
 
+from kvpact.cache.batch.contiguous import ContiguousCache
+from kvpact.cache.batch.mla import MLACache
 from kvpact.cache.checks import check_layer, check_query, check_tokens
-from kvpact.cache.codecs import cache_specs
-from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.create import create_cache
-from kvpact.cache.latent import MLACache
-from kvpact.cache.paged import PagedKVCache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.paged.cache import PagedKVCache
+from kvpact.cache.paged.view import PagedView
 from kvpact.cache.plain import KVCache, KVSnapshot
 from kvpact.cache.protocol import EngineCache
 from kvpact.cache.recode import recode
 from kvpact.cache.stats import bytes_per_token, planned_bytes, stream_facts, unplanned
-from kvpact.cache.step import Step
+from kvpact.cache.stream.codecs import cache_specs
 
 __all__ = [
     "ContiguousCache",

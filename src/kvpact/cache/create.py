@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpact.cache.budgets import budget_of, ladder_of
+from kvpact.cache.batch.contiguous import ContiguousCache
+from kvpact.cache.budget.budget import budget_of, ladder_of
+from kvpact.cache.budget.cache import BudgetCache
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration, cache_specs
-from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.paged import PagedKVCache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.cache import PagedKVCache
+from kvpact.cache.paged.view import PagedView
+from kvpact.cache.stream.codecs import Calibration, cache_specs
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose
@@ -72,7 +73,7 @@ def create_cache(
         Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one; or a share
         (``"25%"``) of what one row takes in 16 bits with `context` tokens. It begins with
         `spec`. Where that would take more, the K or the V of a layer, one after the other, is
-        compressed again by a next rung, in the same call (see `kvpact.cache.ladder`). At the last
+        compressed again by a next rung, in the same call (see `kvpact.cache.budget.ladder`). At the last
         rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A recipe
         with a ``ladder`` says which ones cost least; without one all are taken alike.
     rungs : sequence of specs, optional
@@ -122,7 +123,7 @@ def create_cache(
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    specs, given = cache_specs(spec, geometry), None
+    specs = cache_specs(spec, geometry)
     if budget is not None:
         layers, exact = geometry.num_layers, None
         if context is not None:
@@ -135,5 +136,5 @@ def create_cache(
         given.refuse(calibration=calibration)
         given = given.for_geometry(geometry)
         specs = list(given.rungs[0])
-    offsets = key_offsets
-    return ContiguousCache(specs, geometry, max_tokens, calibration, compute, offsets, given)
+        return BudgetCache(given, specs, geometry, max_tokens, None, compute, key_offsets)
+    return ContiguousCache(specs, geometry, max_tokens, calibration, compute, key_offsets)

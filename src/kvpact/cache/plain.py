@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import DTYPES, check_layer
-from kvpact.cache.reserve import reserve
+from kvpact.cache.memory import reserve
 from kvpact.cache.stats import Summarized, Summary
 from kvpact.errors import (
     CacheFull,

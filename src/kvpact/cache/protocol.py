@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
-from kvpact.cache.step import Step
+from kvpact.cache.layer.stored import Step
 from kvpact.contract import AttendConfig, CompressedKVCache
 from kvpact.snapshot import Snapshot
 

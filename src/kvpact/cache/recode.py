@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from kvpact.cache.batch.contiguous import ContiguousCache
 from kvpact.cache.checks import KeyOffsets, check_offsets
-from kvpact.cache.codecs import Calibration, cache_specs, states_of
-from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import restored_layer
 from kvpact.cache.modes import detached
-from kvpact.cache.saved import restored_layer
+from kvpact.cache.stream.codecs import Calibration, cache_specs, states_of
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.codecs import codec_of
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.codecs import codec_of
+from kvpact.cache.stream.stream import Stream
 from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute

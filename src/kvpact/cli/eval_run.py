@@ -116,7 +116,7 @@ def candidates_of(
 
 def known_cautions(specs: Sequence[str], network: Any) -> list[str]:
     """Return what is known to do badly about specs on a model, each with the specs meant."""
-    from kvpact.integrations.transformers.offsets import normalises_keys
+    from kvpact.integrations.transformers.model.offsets import normalises_keys
 
     model = [KEY_NORM] if normalises_keys(network) else []
     layers = network.config.get_text_config(decoder=True).num_hidden_layers

@@ -122,7 +122,7 @@ def candidate_of(spec: str, sliding: str | None = None, budget: str | None = Non
     from kvpact.evaluate import Candidate
 
     if budget is not None:
-        from kvpact.cache.budgets import budget_of
+        from kvpact.cache.budget.budget import budget_of
 
         budget_of(budget, ())
         spec = "none" if spec == DEFAULT_SPEC else spec

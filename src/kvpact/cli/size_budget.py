@@ -6,8 +6,9 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from kvpact.cache import ContiguousCache, create_cache
-from kvpact.cache.ladder import Schedule
+from kvpact.cache import create_cache
+from kvpact.cache.budget.cache import BudgetCache
+from kvpact.cache.budget.ladder import Schedule
 from kvpact.cli.console import explain, output_console, print_table, size_text
 from kvpact.data import model_table
 from kvpact.errors import SpecError
@@ -34,13 +35,13 @@ def schedule_of(
     given = sizes.dtype_of(dtype or "bfloat16")
     if isinstance(model, CacheGeometry):
         made = create_cache(spec, model, budget=amount, context=context)
-        assert isinstance(made, ContiguousCache) and made.budget is not None
+        assert isinstance(made, BudgetCache)
         return made.budget.schedule(model, batch, given)
     from transformers import AutoConfig
 
     from kvpact.integrations.models import load_config
-    from kvpact.integrations.transformers.budget import model_budget
-    from kvpact.integrations.transformers.facts import layer_facts
+    from kvpact.integrations.transformers.model.budget import model_budget
+    from kvpact.integrations.transformers.model.facts import layer_facts
 
     known = sizes.known_name(model)
     table = model_table()["models"]

@@ -50,7 +50,7 @@ def save(
     import torch
 
     from kvpact.cache import recode
-    from kvpact.integrations.transformers.packed_rings import PACKED_RING
+    from kvpact.integrations.transformers.layers.rings import PACKED_RING
     from kvpact.integrations.transformers.versions import named
     from kvpact.snapshot import Snapshot
 
@@ -156,7 +156,7 @@ def restore(
     from kvpact.cache import recode
     from kvpact.evaluate import Candidate, compressed_cache
     from kvpact.integrations.transformers import key_offsets
-    from kvpact.integrations.transformers.packed_rings import ring_spec
+    from kvpact.integrations.transformers.layers.rings import ring_spec
     from kvpact.snapshot import Snapshot
 
     held = Snapshot.load(path)
@@ -203,7 +203,7 @@ def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:
 
 def _recipe(held: Snapshot, network: Any) -> Any:
     """Return the snapshot's specs as a recipe for the layers of its model."""
-    from kvpact.integrations.transformers.facts import layer_facts
+    from kvpact.integrations.transformers.model.facts import layer_facts
 
     specs = [Spec.from_json(layer.spec) for layer in held.manifest.layers]
     layers = layer_facts(network.config.get_text_config(decoder=True)).compressed()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.saved import learnt_alike, restored_layer, stream_state
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import learnt_alike, restored_layer, stream_state
+from kvpact.cache.stream.stream import Stream
 from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, empty_stream, flat
 from kvpact.errors import GeometryError, SequenceError

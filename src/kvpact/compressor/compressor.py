@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
-from kvpact.cache.codecs import latent_spec
+from kvpact.cache.stream.codecs import latent_spec
 from kvpact.calibration.base import State
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout

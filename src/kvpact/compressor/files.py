@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import DTYPES
-from kvpact.cache.saved import check_stream, field_info
+from kvpact.cache.layer.states import check_stream, field_info
 from kvpact.compressor.stream import PackedStream, room
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION

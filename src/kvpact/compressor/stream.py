@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import DTYPES
-from kvpact.cache.saved import stream_state
-from kvpact.cache.segments import SegmentList
-from kvpact.cache.stream import Stream
+from kvpact.cache.layer.states import stream_state
+from kvpact.cache.stream.segments import SegmentList
+from kvpact.cache.stream.stream import Stream
 from kvpact.contract import check_dense
 from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
 from kvpact.formats import TILE

@@ -155,7 +155,7 @@ def contenders(
     model: PreTrainedModel, budgets: Sequence[str], specs: Sequence[SpecLike], tokens: int
 ) -> dict[str, Make]:
     """Return makers of caches by name: with each budget, what fits it, 2 bits, and `specs`."""
-    from kvpact.integrations.transformers.recent import SINKS, recent_cache
+    from kvpact.evaluate.recent import SINKS, recent_cache
 
     dtype = str(model.dtype).removeprefix("torch.")
     found: dict[str, Make] = {}

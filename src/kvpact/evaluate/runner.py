@@ -210,7 +210,7 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int
     those of `EvalRow`; layers whose method is ``none`` are not covered.
     """
     from kvpact.integrations.transformers.engine_cache import tensors_of
-    from kvpact.integrations.transformers.layer import CompressedLayer
+    from kvpact.integrations.transformers.layers.full import CompressedLayer
 
     sizes = {"exact_bytes": 0, "covered_bytes": 0, "native_bytes": 0}
     for exact, held, spec in zip(reference.layers, cache.layers, specs, strict=True):

@@ -300,7 +300,7 @@ def _layers_of_config(config: Any, name: str, dtype: str | None) -> Layers:
         raise GeometryError(
             f"{name} is no model; write kvpact.size('qwen3-8b'), or kvpact.size(model)"
         )
-    from kvpact.integrations.transformers.shapes import layer_shapes
+    from kvpact.integrations.transformers.layers.shapes import layer_shapes
 
     chosen = dtype_of(dtype) if dtype is not None else _dtype(config)
     decoder = config.get_text_config(decoder=True)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.saved import field_info, packed_part
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import field_info, packed_part
 from kvpact.errors import FormatError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry

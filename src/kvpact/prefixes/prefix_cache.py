@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
-from kvpact.cache.codecs import Calibration, layer_codecs
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.prefixes import page_keys
-from kvpact.cache.room import seal
-from kvpact.cache.saved import page_tokens
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import page_tokens
+from kvpact.cache.paged.sharing import page_keys, seal
+from kvpact.cache.stream.codecs import Calibration, layer_codecs
 from kvpact.errors import (
     FormatError,
     GeometryError,

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView, cache_specs
+from kvpact.cache.budget.cache import BudgetCache
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration, layer_codecs
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.paged_sequences import PagedSequences
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.states import layer_state
+from kvpact.cache.paged.sequences import PagedSequences
 from kvpact.cache.recode import layers_of, recoded
-from kvpact.cache.saved import layer_state
+from kvpact.cache.stream.codecs import Calibration, layer_codecs
 from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
@@ -75,7 +76,7 @@ class _Contiguous:
     def __init__(self, cache: ContiguousCache, device: torch.device | str) -> None:
         if cache.geometry.dtype is None:
             raise DtypeError("make the cache with a geometry that has a dtype: keys depend on it")
-        if cache.budget is not None:
+        if isinstance(cache, BudgetCache):
             raise SpecError("a budget can't go with stored prefixes: leave one of them out")
         self._cache, self._device = cache, device
         self.specs, self.geometry = cache.specs, cache.geometry

@@ -16,7 +16,7 @@ from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
 from kvpact.spec import Spec, parse_spec
 
 if TYPE_CHECKING:
-    from kvpact.integrations.transformers.record import Seen, SeenLayer
+    from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer
 
 _ITEM = 2  # bytes of an exact number
 

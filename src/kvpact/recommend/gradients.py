@@ -15,7 +15,7 @@ from kvpact.recommend.sensitivity import SINKS, WINDOW, Sensitivity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvpact.integrations.transformers.record import Seen
+    from kvpact.integrations.transformers.attention.seen import Seen
 
 SHRUNK = 0.05
 """Share that V are shortened by: small, and far above the rounding of logits."""
@@ -45,7 +45,7 @@ def measure_sensitivity(
     """
     from transformers import DynamicCache
 
-    from kvpact.integrations.transformers.record import seen_attention
+    from kvpact.integrations.transformers.attention.seen import seen_attention
 
     steps = steps or Steps(None, 0)
     cache: Any = DynamicCache(config=model.config)

@@ -23,7 +23,7 @@ from kvpact.recommend.sensitivity import Sensitivity
 from kvpact.spec import parse_spec
 
 if TYPE_CHECKING:
-    from kvpact.integrations.transformers.record import Seen
+    from kvpact.integrations.transformers.attention.seen import Seen
 
 LADDER = (*(f"trellis:bits={bits}" for bits in range(2, 7)), "int:bits=8", "none")
 """What K or V of a layer may have in a recipe, from the fewest bytes to the most."""

@@ -36,7 +36,7 @@ from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvpact.integrations.transformers.record import Seen
+    from kvpact.integrations.transformers.attention.seen import Seen
 
 FEWEST_DRAWS, MOST_DRAWS = 4, 8
 _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens decide
@@ -52,7 +52,7 @@ OUTLIER = 50.0
 
 
 def _draws(model: PreTrainedModel) -> int:
-    from kvpact.integrations.transformers.record import full_attention_layers
+    from kvpact.integrations.transformers.attention.seen import full_attention_layers
 
     return min(max(_DRAWS // len(full_attention_layers(model)), FEWEST_DRAWS), MOST_DRAWS)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kvpact.integrations.transformers.record import Seen
+    from kvpact.integrations.transformers.attention.seen import Seen
 
 SINKS, WINDOW = 4, 64
 """First tokens, and last ones before a chunk, that are exact, as the candidates have it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 from kvpact.geometry import CacheGeometry

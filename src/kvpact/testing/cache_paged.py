@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
 from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL, in_pieces

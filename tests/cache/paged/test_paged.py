@@ -3,16 +3,7 @@
 import pytest
 import torch
 
-from kvpact import CacheGeometry, PagedKVCache, create_cache
-from kvpact.errors import (
-    CacheFull,
-    DtypeError,
-    GeometryError,
-    LayerIndexError,
-    NonFiniteError,
-    SequenceError,
-    SpecError,
-)
+from kvpact import CacheGeometry, PagedKVCache, create_cache, errors
 from kvpact.testing import random_tokens, same_bytes
 
 # One of each kind: no group, groups of K, of both, and a bias.
@@ -57,7 +48,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("page_size", [0, 16, 33, -32, 96])
 def test_wrong_page_size(page_size):
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         PagedKVCache("turboquant:bits=3,center=64", GEOMETRY, 4, page_size)
 
 
@@ -69,12 +60,12 @@ def test_page_size_is_the_least_common_multiple():
 
 
 def test_wrong_layouts():
-    with pytest.raises(SpecError):
+    with pytest.raises(errors.SpecError):
         create_cache("none", GEOMETRY, "ring")
     for options in ({}, {"num_pages": 4, "max_tokens": 9}):
-        with pytest.raises(GeometryError):
+        with pytest.raises(errors.GeometryError):
             create_cache("none", GEOMETRY, "paged", **options)
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         create_cache("none", GEOMETRY, num_pages=4)
 
 
@@ -87,17 +78,12 @@ def test_unknown_and_freed_ids(wrong):
     before = state(cache)
     for seq in (wrong, gone):
         for call in (
-            lambda s: cache.free(s),
-            lambda s: cache.fork(s),
-            lambda s: cache.seq_len(s),
-            lambda s: cache.truncate(s, 0),
-            lambda s: cache.reserve([kept, s], 100),
-            lambda s: cache.append(0, {kept: kv(1), s: kv(1)}),
-            lambda s: cache.publish(s, [1]),
-            lambda s: cache.view([s]),
-            lambda s: cache.block_table([kept, s]),
-        ):
-            with pytest.raises(SequenceError):
+            lambda s: cache.free(s), lambda s: cache.fork(s), lambda s: cache.seq_len(s),
+            lambda s: cache.truncate(s, 0), lambda s: cache.reserve([kept, s], 100),
+            lambda s: cache.append(0, {kept: kv(1), s: kv(1)}), lambda s: cache.publish(s, [1]),
+            lambda s: cache.view([s]), lambda s: cache.block_table([kept, s]),
+        ):  # fmt: skip
+            with pytest.raises(errors.SequenceError):
                 call(seq)
             assert_same(state(cache), before)
     assert cache.allocate() not in (kept, gone)  # ids are never used again
@@ -114,9 +100,9 @@ def test_a_sequence_named_twice():
     seq = cache.allocate()
     fill(cache, seq, 3)
     before = state(cache)
-    with pytest.raises(SequenceError):
+    with pytest.raises(errors.SequenceError):
         cache.reserve([seq, seq], 40)
-    with pytest.raises(SequenceError):
+    with pytest.raises(errors.SequenceError):
         cache.view([seq, seq])
     assert_same(state(cache), before)
 
@@ -133,27 +119,27 @@ def test_an_append_that_fails_changes_nothing(spec):
     bad[1][-1, -1, -1] = torch.nan
     double = tuple(x.double() for x in good)
     for error, tokens in (
-        (CacheFull, {first: kv(3), fork: kv(3), empty: kv(65)}),
-        (CacheFull, {second: kv(3), fork: kv(1000)}),
-        (NonFiniteError, {first: good, second: good, empty: bad}),
-        (GeometryError, {first: good, second: (good[0], good[1][:, 1:])}),
-        (GeometryError, {first: good, second: (good[0][:1], good[1])}),
-        (GeometryError, {first: good, second: (good[0][0], good[1])}),
-        (GeometryError, {first: good, second: (good[0][:, :0], good[1][:, :0])}),
-        (DtypeError, {first: good, second: double}),
-        (DtypeError, {first: good, second: (good[0].tolist(), good[1])}),
-        (SequenceError, {first: good, 99: good}),
+        (errors.CacheFull, {first: kv(3), fork: kv(3), empty: kv(65)}),
+        (errors.CacheFull, {second: kv(3), fork: kv(1000)}),
+        (errors.NonFiniteError, {first: good, second: good, empty: bad}),
+        (errors.GeometryError, {first: good, second: (good[0], good[1][:, 1:])}),
+        (errors.GeometryError, {first: good, second: (good[0][:1], good[1])}),
+        (errors.GeometryError, {first: good, second: (good[0][0], good[1])}),
+        (errors.GeometryError, {first: good, second: (good[0][:, :0], good[1][:, :0])}),
+        (errors.DtypeError, {first: good, second: double}),
+        (errors.DtypeError, {first: good, second: (good[0].tolist(), good[1])}),
+        (errors.SequenceError, {first: good, 99: good}),
     ):
         with pytest.raises(error):
             cache.append(0, tokens)
         assert_same(state(cache), before)
     for layer in (-1, 2, None):
-        with pytest.raises(LayerIndexError):
+        with pytest.raises(errors.LayerIndexError):
             cache.append(layer, {first: good})
-    with pytest.raises(CacheFull) as caught:
+    with pytest.raises(errors.CacheFull) as caught:
         cache.reserve([first, empty], 1000)
     assert "of 6 free" in str(caught.value)  # what was wanted and what is there
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         cache.reserve([first, second], [1])
     assert_same(state(cache), before)
 
@@ -167,8 +153,7 @@ def test_tables_are_what_engines_read():
     fill(cache, a, 70)
     fill(cache, b, 32)
     table = cache.block_table([a, b, c])
-    assert table.dtype == torch.int32
-    assert table.shape == (3, 3)
+    assert table.dtype == torch.int32 and table.shape == (3, 3)
     assert (table[0] >= 0).all()
     assert table[1].tolist() == [cache.block_table(b)[0].item(), -1, -1]
     assert table[2].tolist() == [-1, -1, -1]

@@ -79,8 +79,7 @@ def test_failing_first_calls_leave_no_rows(monkeypatch):
     others[0].join(PATIENCE)
     assert len(failures) == 1
     assert view.seqs is None
-    assert not cache._sequences
-    assert cache.num_free_pages == 4
+    assert not cache._sequences and cache.num_free_pages == 4
 
 
 def test_failing_step_leaves_pages_that_another_layer_has_prepared():

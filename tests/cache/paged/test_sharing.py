@@ -109,14 +109,11 @@ def test_what_matches():
 
     assert matched(IDS[:97]) == 96
     assert matched(IDS[:96]) == 64  # the last token is left to be computed
-    assert matched(IDS[:33]) == 32
-    assert matched(IDS[:32]) == 0
-    assert matched([]) == 0
-    assert matched([*IDS[:40], -1, *IDS[41:100]]) == 32
+    assert matched(IDS[:33]) == 32 and matched(IDS[:32]) == 0
+    assert matched([]) == 0 and matched([*IDS[:40], -1, *IDS[41:100]]) == 32
     assert matched([-1, *IDS[1:100]]) == 0
     # The same page of tokens after another prefix is another page.
-    assert matched([-1] * 32 + IDS[32:100]) == 0
-    assert matched(IDS[32:100]) == 0
+    assert matched([-1] * 32 + IDS[32:100]) == 0 and matched(IDS[32:100]) == 0
     with pytest.raises(GeometryError):
         cache.publish(seq, IDS[:101])
 
@@ -197,5 +194,4 @@ def test_a_prefix_published_twice_outlives_the_first_page():
     assert cache.block_table(third).tolist() == cache.block_table(second).tolist()[:1]
     cache.free(second)
     cache.free(third)
-    assert cache.seq_len(cache.allocate(IDS[:40])) == 0
-    assert cache.num_free_pages == 16
+    assert cache.seq_len(cache.allocate(IDS[:40])) == 0 and cache.num_free_pages == 16

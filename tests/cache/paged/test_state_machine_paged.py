@@ -12,7 +12,7 @@ from random_cases import run_histories
 from tests.helpers.faults import FAULTS, disturbed, is_free, same_state
 
 from kvpact import PagedKVCache
-from kvpact.cache.saved import layer_state
+from kvpact.cache.layer.states import layer_state
 from kvpact.errors import CacheFull, SequenceError
 from kvpact.testing import same_bytes
 
@@ -33,22 +33,13 @@ def _same(states, others):
     return all(map(same_state, states, others))
 
 
-def _clean(cache, seq):
-    return all(layer.clean for layer in cache._sequence(seq).layers)
-
-
 class Pages(RuleBasedStateMachine):
     spec, num_pages, page_size, shares = "none", 14, None, True
 
     def __init__(self):
         super().__init__()
-        self.cache = PagedKVCache(
-            self.spec,
-            GEOMETRY,
-            self.num_pages,
-            page_size=self.page_size,
-            calibration=calibration(self.spec),
-        )
+        more = {"page_size": self.page_size, "calibration": calibration(self.spec)}
+        self.cache = PagedKVCache(self.spec, GEOMETRY, self.num_pages, **more)
         self.size, self.empty_bytes = self.cache.pool.page_size, self.cache.memory_usage()
         self.models, self.freed = {}, []
 
@@ -73,8 +64,7 @@ class Pages(RuleBasedStateMachine):
     def allocate(self, prompt):
         seq, model = self.cache.allocate(), Model(self.spec)
         model.prompt = prompt
-        assert seq not in self.models
-        assert seq not in self.freed
+        assert seq not in self.models and seq not in self.freed
         self.models[seq] = model
 
     @precondition(lambda self: self.models)
@@ -249,8 +239,7 @@ class Pages(RuleBasedStateMachine):
         seq = self.cache.allocate(ids)
         matched = self.cache.seq_len(seq)
         assert self.cache.num_free_pages == free
-        assert matched % self.size == 0
-        assert matched < len(ids)
+        assert matched % self.size == 0 and matched < len(ids)
         for other in self.models.values():
             known = other.published * self.size
             if other.ids[:known] == ids[:known] and known < len(ids):
@@ -291,9 +280,10 @@ class Pages(RuleBasedStateMachine):
         # Writing is an OR: what stood there before would come through.
         for seq in self.models:
             for index, page in enumerate(self.cache.block_table(seq).tolist()):
-                if self.cache.pool.references[page] > 1 or not _clean(self.cache, seq):
+                layers = self.cache._sequence(seq).layers
+                if self.cache.pool.references[page] > 1 or not all(x.clean for x in layers):
                     continue
-                for layer in self.cache._sequence(seq).layers:
+                for layer in layers:
                     for stream in layer.streams():
                         inside = min(max(stream.packed - index * self.size, 0), self.size)
                         for field in stream.codec.fields:

@@ -4,6 +4,7 @@ import gc
 import mmap
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,9 +109,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_tokens_change_nothing(name):
-    make, error = WRONG[name]
+@pytest.mark.parametrize(("make", "error"), WRONG.values(), ids=WRONG)
+def test_wrong_tokens_change_nothing(make, error):
     cache = filled(3, torch.float16)
     cache.store_kv(0, rows(2, 3), rows(2, 4))
     for layer in range(LAYERS):
@@ -120,8 +120,7 @@ def test_wrong_tokens_change_nothing(name):
 @pytest.mark.parametrize("layer", [-1, 2, 1.0, None, True])
 def test_wrong_layers(layer):
     cache = filled(1)
-    calls = (cache.get_keys, cache.get_values, cache.for_each_key, cache.for_each_value)
-    for call in calls:
+    for call in (cache.get_keys, cache.get_values, cache.for_each_key, cache.for_each_value):
         assert_refused(cache, errors.LayerIndexError, call, layer)
     assert_refused(cache, errors.LayerIndexError, cache.store_kv, layer, rows(1), rows(1))
 
@@ -206,7 +205,7 @@ def test_neighbours_share_a_page_and_it_is_counted_once():
 
 def test_layers_may_be_used_by_threads_of_their_own():
     """Eight layers, a thread each: every one stores and reads its tokens; then all advance."""
-    layers, tokens, found = 8, 60, []
+    layers, tokens = 8, 60
     cache = kvpact.KVCache(layers, tokens, WIDTH)
     barrier = threading.Barrier(layers, action=None)
     last = threading.Barrier(layers, action=cache.advance)
@@ -220,14 +219,11 @@ def test_layers_may_be_used_by_threads_of_their_own():
                 k, v = cache.get_keys(layer), cache.get_values(layer)
                 assert torch.equal(k, given[: position + 1]) and torch.equal(v, -k)
                 last.wait(20)
-        except BaseException as error:
-            found.append(error)
+        except BaseException:
             barrier.abort()
             last.abort()
+            raise
 
-    threads = [threading.Thread(target=run, args=(layer,)) for layer in range(layers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not found and cache.seq_len == tokens
+    with ThreadPoolExecutor(layers) as pool:
+        list(pool.map(run, range(layers)))
+    assert cache.seq_len == tokens

@@ -3,8 +3,6 @@
 Never run by the tests. Later versions have to read a file, and to encode its tokens to its bytes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

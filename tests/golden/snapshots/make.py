@@ -4,8 +4,6 @@ Those of `EARLY` were written when tokens were packed before they left the windo
 them any more.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,9 @@ GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
 EARLY = {
     "turboquant": "turboquant:bits=4,window=20",
     "cut-group": "kivi:bits=2,sinks=2,window=5/int:bits=8",
-    "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0",
-    "paged": "int:bits=4",
-    "offset": "turboquant:bits=3,sinks=2,window=9",
-    "energies": "trellis:bits=3,sinks=2,window=5",
-}
+    "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0", "paged": "int:bits=4",
+    "offset": "turboquant:bits=3,sinks=2,window=9", "energies": "trellis:bits=3,sinks=2,window=5",
+}  # fmt: skip
 CASES = EARLY | {
     "waiting": "kivi:bits=2,sinks=2,window=40/turboquant:bits=4,window=3",
     "learning": "trellis:bits=3,sinks=2,window=5",
@@ -38,11 +34,10 @@ VERSIONS = dict.fromkeys(CASES, (LATE, LATE)) | {
 }
 """Before and after 40 more tokens."""
 OFFSET = KeyOffset(
-    (1.0, 0.125, 0.003),
-    ((0, 8), (3, 11), (6, 14)),
+    (1.0, 0.125, 0.003), ((0, 8), (3, 11), (6, 14)),
     (((30.0, -7.5), (11.0, 2.0), (-90.0, 41.0)), ((0.5, 60.0), (-13.0, 8.0), (0.0, 0.0))),
     scaling=1.25,
-)
+)  # fmt: skip
 
 
 def inputs(count: int, seed: int, rows: int = 2) -> list[torch.Tensor]:

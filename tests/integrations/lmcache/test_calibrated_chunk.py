@@ -84,15 +84,12 @@ def without(layer):
     return lambda held: Calibration({i: one for i, one in held.layers.items() if i != layer})
 
 
-@pytest.mark.parametrize(
-    ("shape", "change", "reason"),
-    [
-        ((LAYERS, TOKENS, DIM * 2), None, r"has of layer 0 \(2, 64, 64\).*tensor or pipeline"),
-        ((LAYERS - 1, TOKENS, HEADS * DIM * 2), None, "is of 3 layers, the model has 2"),
-        ((LAYERS + 1, TOKENS, HEADS * DIM * 2), None, "has of layer 3 nothing"),
-        ((LAYERS, TOKENS, HEADS * DIM * 2), without(1), "has of layer 1 nothing"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "change", "reason"), [
+    ((LAYERS, TOKENS, DIM * 2), None, r"has of layer 0 \(2, 64, 64\).*tensor or pipeline"),
+    ((LAYERS - 1, TOKENS, HEADS * DIM * 2), None, "is of 3 layers, the model has 2"),
+    ((LAYERS + 1, TOKENS, HEADS * DIM * 2), None, "has of layer 3 nothing"),
+    ((LAYERS, TOKENS, HEADS * DIM * 2), without(1), "has of layer 1 nothing"),
+])  # fmt: skip
 def test_parts_of_a_model_and_other_models_are_refused(file, shape, change, reason):
     path = file(SPECS[0], change=change or (lambda held: held))
     form = ChunkFormat(SPECS[0], ChunkLayout(DIM, DIM), path)
@@ -102,14 +99,11 @@ def test_parts_of_a_model_and_other_models_are_refused(file, shape, change, reas
         form.pack([torch.zeros(shape, dtype=torch.bfloat16)], NAME)
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ("turboquant:bits=4", "K of 'turboquant:bits=4' learns nothing: omit it"),
-        ("pca:bits=4", "method of K learns from its tokens"),
-        ("trellis:bits=4/vq", "method of V learns from its tokens"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "reason"), [
+    ("turboquant:bits=4", "K of 'turboquant:bits=4' learns nothing: omit it"),
+    ("pca:bits=4", "method of K learns from its tokens"),
+    ("trellis:bits=4/vq", "method of V learns from its tokens"),
+])  # fmt: skip
 def test_methods_that_a_calibration_does_not_help_are_refused(file, spec, reason):
     with pytest.raises(SpecError, match=reason):
         ChunkFormat(spec, ChunkLayout(DIM, DIM), file(SPECS[0]))

@@ -9,14 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpact.errors import (
-    BackendUnavailable,
-    FormatError,
-    GeometryError,
-    IntegrityError,
-    MismatchError,
-    SpecError,
-)
+from kvpact import errors
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache import main, register, server
 from kvpact.integrations.lmcache.layout import ChunkLayout
@@ -91,22 +84,16 @@ def test_chunks_are_counted(serde, removed, x):
     serde.deserialize(data, again, KEY)
     assert 0.05 < (again.tensors[0] - x).float().norm() / x.float().norm() < 0.11
     assert serde.stats() == {
-        "spec": "turboquant:bits=4,sinks=0,window=0",
-        "stored": 1,
-        "stored_bytes": data.get_size(),
-        "given_bytes": x.nbytes,
-        "not_stored": 0,
-        "loaded": 1,
-        "damaged": 0,
-        "mismatched": 0,
-    }
+        "spec": "turboquant:bits=4,sinks=0,window=0", "stored": 1, "stored_bytes": data.get_size(),
+        "given_bytes": x.nbytes, "not_stored": 0, "loaded": 1, "damaged": 0, "mismatched": 0,
+    }  # fmt: skip
     assert not removed
 
 
 def test_a_damaged_chunk_is_counted_told_and_removed(serde, removed, x, caplog):
     data, again = stored(serde, x), Buffer(torch.ones_like(x))
     data.tensors[0][1000] ^= 4
-    with pytest.raises(IntegrityError):
+    with pytest.raises(errors.IntegrityError):
         serde.deserialize(data, again, KEY)
     assert same_bytes(again.tensors[0], torch.ones_like(x))
     assert (serde.stats()["damaged"], serde.stats()["loaded"]) == (1, 0)
@@ -116,7 +103,7 @@ def test_a_damaged_chunk_is_counted_told_and_removed(serde, removed, x, caplog):
 
 def test_a_chunk_of_another_spec_is_removed(serde, removed, x):
     other = KVPactSerde(ChunkFormat("int:bits=8", ChunkLayout(32, 32)), removed.append)
-    with pytest.raises(MismatchError):
+    with pytest.raises(errors.MismatchError):
         serde.deserialize(stored(other, x), Buffer(x.clone()), KEY)
     assert (serde.stats()["mismatched"], serde.stats()["damaged"]) == (1, 0)
     assert removed == [KEY]
@@ -128,7 +115,7 @@ def test_a_chunk_of_a_later_version_is_left_alone(serde, removed, x):
     later = bytes(blob).replace(b'"version":"1"', b'"version":"2"')
     header, rest = seal(name, memoryview(later), 0.0)
     data = Buffer(torch.frombuffer(bytearray(header + rest), dtype=torch.uint8))
-    with pytest.raises(FormatError):
+    with pytest.raises(errors.FormatError):
         serde.deserialize(data, Buffer(x.clone()), KEY)
     assert serde.stats()["mismatched"] == 1
     assert not removed
@@ -138,7 +125,7 @@ def test_a_server_with_wrong_widths_removes_nothing(serde, removed, x):
     other = KVPactSerde(ChunkFormat("int:bits=8", ChunkLayout(36, 36)), removed.append)
     assert other.estimate_serialized_size(described(x)) == 1
     first = Buffer(stored(serde, x).tensors[0][:1])  # as many bytes as it asks for
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         other.deserialize(first, Buffer(x.clone()), KEY)
     assert (other.stats()["mismatched"], other.stats()["damaged"]) == (1, 0)
     assert not removed
@@ -148,10 +135,10 @@ def test_a_method_that_is_not_there_is_left_alone(serde, removed, x, monkeypatch
     data = stored(serde, x)
 
     def gone(_):
-        raise SpecError("unknown method 'turboquant'")
+        raise errors.SpecError("unknown method 'turboquant'")
 
     monkeypatch.setattr("kvpact.spec.Spec.from_json", gone)
-    with pytest.raises(SpecError):
+    with pytest.raises(errors.SpecError):
         serde.deserialize(data, Buffer(x.clone()), KEY)
     assert serde.stats()["mismatched"] == 1
     assert not removed
@@ -162,23 +149,20 @@ def test_what_can_not_be_packed_is_refused_when_it_is_stored_and_said_once(serde
     for _ in range(2):
         assert serde.estimate_serialized_size(described(x)) == 1
     assert caplog.text.count("stores nothing of this engine") == 1
-    with pytest.raises(GeometryError, match="set the widths of the model's heads"):
+    with pytest.raises(errors.GeometryError, match="set the widths of the model's heads"):
         serde.serialize(Buffer(x), Buffer(torch.zeros(1, dtype=torch.uint8)), KEY)
     assert serde.stats()["not_stored"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"spec": "int:bits=8"}, SpecError, r"\['head_dim'\] missing; write "),
-        ({"head_dim": 64}, SpecError, r"\['spec'\] missing"),
-        ({**OPTIONS, "bits": 4}, SpecError, r"\['bits'\] unknown"),
-        ({**OPTIONS, "spec": 4}, SpecError, "a spec is text"),
-        ({**OPTIONS, "spec": "vq"}, SpecError, "learns from its tokens"),
-        ({**OPTIONS, "head_dim": "64"}, GeometryError, "should be the width of a head"),
-        ({**OPTIONS, "cpu_block_size": "32"}, GeometryError, "should be vLLM's --block-size"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"spec": "int:bits=8"}, errors.SpecError, r"\['head_dim'\] missing; write "),
+    ({"head_dim": 64}, errors.SpecError, r"\['spec'\] missing"),
+    ({**OPTIONS, "bits": 4}, errors.SpecError, r"\['bits'\] unknown"),
+    ({**OPTIONS, "spec": 4}, errors.SpecError, "a spec is text"),
+    ({**OPTIONS, "spec": "vq"}, errors.SpecError, "learns from its tokens"),
+    ({**OPTIONS, "head_dim": "64"}, errors.GeometryError, "should be the width of a head"),
+    ({**OPTIONS, "cpu_block_size": "32"}, errors.GeometryError, "should be vLLM's --block-size"),
+])  # fmt: skip
 def test_wrong_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         Served().make(options)
@@ -200,10 +184,10 @@ def test_entries_are_removed_from_the_adapter_that_gave_them(x):
     data.tensors[0][-1] ^= 1
     adapters = [Adapter(None), Adapter(other), Adapter(mine)]
     manager = SimpleNamespace(l2_adapters=lambda: [(a.about, a) for a in adapters])
-    with pytest.raises(IntegrityError):  # before there is a server
+    with pytest.raises(errors.IntegrityError):  # before there is a server
         serde.deserialize(data, Buffer(x.clone()), KEY)
     served.server = SimpleNamespace(storage_manager=manager)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(errors.IntegrityError):
         serde.deserialize(data, Buffer(x.clone()), KEY)
     assert [a.deleted for a in adapters] == [[], [], [KEY]]
 
@@ -229,9 +213,9 @@ def test_missing_engines_are_named(monkeypatch):
 
     monkeypatch.delitem(sys.modules, "kvpact.integrations.vllm.cpu_attention", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'kvpact\[lmcache\]'"):
+    with pytest.raises(errors.BackendUnavailable, match=r"pip install 'kvpact\[lmcache\]'"):
         register()
-    with pytest.raises(BackendUnavailable, match="vLLM can't be imported here"):
+    with pytest.raises(errors.BackendUnavailable, match="vLLM can't be imported here"):
         Served().make({**OPTIONS, "cpu_block_size": 32})
 
 
@@ -280,14 +264,14 @@ def test_the_factory_makes_one_object_for_both_ways(lmcache):
     one, other, workers = lmcache.factories["kvpact"]({**OPTIONS, "max_workers": 3})
     assert one is other
     assert workers == 3
-    with pytest.raises(SpecError, match="max_workers='3' should be a number of threads"):
+    with pytest.raises(errors.SpecError, match="max_workers='3' should be a number of threads"):
         lmcache.factories["kvpact"]({**OPTIONS, "max_workers": "3"})
 
 
 def test_without_accelerator_what_lies_in_chunks_has_to_be_said(lmcache, monkeypatch):
     monkeypatch.setattr(sys.modules["lmcache"], "torch_device_type", "cpu")
     register()
-    with pytest.raises(SpecError, match="on a machine without accelerator"):
+    with pytest.raises(errors.SpecError, match="on a machine without accelerator"):
         lmcache.factories["kvpact"](dict(OPTIONS))
     serde, *_ = lmcache.factories["kvpact"]({**OPTIONS, "cpu_block_size": 0})
     assert serde.chunks.layout.pages is None
@@ -304,9 +288,9 @@ def test_widths_that_are_not_the_models_are_refused(serde, x, tmp_path, caplog, 
         serde.deserialize(stored(serde, x, key), Buffer(x.clone()), key)
         return
     for _ in range(2):
-        with pytest.raises(GeometryError, match="have the widths 64 and 64: set these"):
+        with pytest.raises(errors.GeometryError, match="have the widths 64 and 64: set these"):
             stored(serde, x, key)
     assert serde.stats()["not_stored"] == 2
     assert caplog.text.count("kvpact stores nothing of this engine") == 1
-    with pytest.raises(GeometryError):
+    with pytest.raises(errors.GeometryError):
         serde.deserialize(stored(serde, x), Buffer(x.clone()), key)

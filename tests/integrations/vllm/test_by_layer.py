@@ -34,14 +34,10 @@ class Other:
 
 def layer(backend=Plain, window=None, heads=2, kv_cache_dtype="auto"):
     return SimpleNamespace(
-        attn_backend=backend,
-        sliding_window=window,
-        num_kv_heads=heads,
-        head_size=64,
-        head_size_v=64,
-        kv_cache_dtype=kv_cache_dtype,
+        attn_backend=backend, sliding_window=window, num_kv_heads=heads, head_size=64,
+        head_size_v=64, kv_cache_dtype=kv_cache_dtype,
         kv_cache_torch_dtype=torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8,
-    )
+    )  # fmt: skip
 
 
 def give(layers, specs):
@@ -60,20 +56,13 @@ def test_each_layer_is_stored_by_its_own_spec():
 
 def test_layers_with_a_window_know_the_largest_token_beside_them():
     layers = {
-        "layers.0.attn": layer(window=8),
-        "layers.1.attn": layer(heads=3),
-        "layers.2.attn": layer(),
-        "layers.3.experts": SimpleNamespace(),
-        "layers.3.cross": layer(Other),
-    }
+        "layers.0.attn": layer(window=8), "layers.1.attn": layer(heads=3), "layers.2.attn": layer(),
+        "layers.3.experts": SimpleNamespace(), "layers.3.cross": layer(Other),
+    }  # fmt: skip
     # 68 bytes at 4 bits, 136 at 8.
     assert list(give(layers, [FOUR, FOUR, EIGHT, FOUR]).values()) == [
-        "at most 272",
-        FOUR,
-        EIGHT,
-        None,
-        Other,
-    ]
+        "at most 272", FOUR, EIGHT, None, Other,
+    ]  # fmt: skip
 
 
 def test_what_was_given_stays_and_other_kinds_keep_their_kind():
@@ -100,16 +89,13 @@ def test_names_that_tell_no_number_are_refused(name):
         layer_number(name, 4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "own", "full", "block"),
-    [
-        (128, 256, 68, 32),  # 8,192 of 8,704 bytes
-        (128, 256, 136, 64),
-        (128, 256, 256, 128),
-        (384, 256, 68, 96),  # parts that are no power of two
-        (256, 512, 68, 32),  # 64 tokens would be too many
-        (32, 256, 68, 32),  # no page is small enough
-    ],
-)
+@pytest.mark.parametrize(("tokens", "own", "full", "block"), [
+    (128, 256, 68, 32),  # 8,192 of 8,704 bytes
+    (128, 256, 136, 64),
+    (128, 256, 256, 128),
+    (384, 256, 68, 96),  # parts that are no power of two
+    (256, 512, 68, 32),  # 64 tokens would be too many
+    (32, 256, 68, 32),  # no page is small enough
+])  # fmt: skip
 def test_pages_beside_others_are_as_large_as_fits(tokens, own, full, block):
     assert sliding_block(tokens, own, full) == block

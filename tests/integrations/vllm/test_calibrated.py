@@ -7,7 +7,7 @@ import torch
 from tests.helpers.connector_engine import Engine, request
 from vllm_pages import make_layer
 
-from kvpact.cache.pages import PageSource
+from kvpact.cache.paged.pool import PageSource
 from kvpact.contract import AttendConfig
 from kvpact.integrations.vllm.calibrated import of_rank
 from kvpact.integrations.vllm.page import PageForm
@@ -92,10 +92,8 @@ class Sequence:
         held, width = self.held - count, self.spec.key.window
         exact = max(self.first, held - width)
         q, k, v = (x[: self.held].float().transpose(0, 1) for x in self.qkv)
-        k, v = (
-            torch.cat([self.read(side, held)[0, :, :exact], x[:, exact:]], 1)
-            for side, x in enumerate((k, v))
-        )
+        held_parts = [self.read(side, held)[0, :, :exact] for side in (0, 1)]
+        k, v = (torch.cat([x, y[:, exact:]], 1) for x, y in zip(held_parts, (k, v), strict=True))
         logits = q[:, held:] @ k.mT * SCALE.softmax_scale
         mask = torch.ones_like(logits).tril(held) > 0
         return (logits.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1)
@@ -107,10 +105,8 @@ def serve(layer, parts):
     for one, count in parts:
         rows.append(one.row(start, count))
         start += count
-    given = [
-        torch.cat([one.qkv[i][one.held - count : one.held] for one, count in parts])
-        for i in range(3)
-    ]
+    rows = [(one, slice(one.held - count, one.held)) for one, count in parts]
+    given = [torch.cat([one.qkv[i][place] for one, place in rows]) for i in range(3)]
     out = torch.full_like(given[0], torch.nan)
     assert layer.step(rows, *given, out, SCALE) == {}
     return out.split([count for _, count in parts])

@@ -135,17 +135,10 @@ def test_a_request_without_a_key_is_computed_and_counted():
     assert engine.counts.total()["saved_chunks"] == 0
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"spec": "turboquant:bits=3,sinks=0"},
-        {"model": "another"},
-        {"tenant": "another"},
-        {"rank": 1, "ranks": 2},
-        {"chunk": 32},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("other", [
+    {"spec": "turboquant:bits=3,sinks=0"}, {"model": "another"}, {"tenant": "another"},
+    {"rank": 1, "ranks": 2}, {"chunk": 32},
+], ids=str)  # fmt: skip
 def test_what_differs_has_other_keys(other, store):
     assert Engine(store, **other).matched(request("second", IDS)) == 0
 
@@ -154,18 +147,14 @@ def picture(name, offset):
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset))
 
 
-@pytest.mark.parametrize(
-    ("more", "held"),
-    [
-        ({"cache_salt": "pepper"}, 0),
-        ({"lora_request": "adapter"}, 0),
-        ({"mm_features": [picture("cat", 5)]}, 0),
-        ({"mm_features": [picture("cat", CHUNK + 5)]}, CHUNK),
-        ({"skip_reading_prefix_cache": True}, 0),
-        ({"prompt_embeds": torch.zeros(1)}, 0),
-    ],
-    ids=["salt", "adapter", "image", "later image", "asked not to", "embeddings"],
-)
+@pytest.mark.parametrize(("more", "held"), [
+    ({"cache_salt": "pepper"}, 0),
+    ({"lora_request": "adapter"}, 0),
+    ({"mm_features": [picture("cat", 5)]}, 0),
+    ({"mm_features": [picture("cat", CHUNK + 5)]}, CHUNK),
+    ({"skip_reading_prefix_cache": True}, 0),
+    ({"prompt_embeds": torch.zeros(1)}, 0),
+], ids=["salt", "adapter", "image", "later image", "asked not to", "embeddings"])  # fmt: skip
 def test_what_a_request_shows_beside_its_tokens_is_in_the_key(more, held, store):
     assert Engine(store).matched(request("second", IDS, **more)) == held
 
@@ -282,8 +271,7 @@ def test_a_lookup_that_gets_no_answer_ends_with_the_timeout():
     engine = Engine(store, timeout=0.05)
     store.thaw.clear()
     one = request("second", IDS)
-    assert engine.scheduler.matched(one, 0) == (None, False)
-    assert engine.matched(one) == 0
+    assert engine.scheduler.matched(one, 0) == (None, False) and engine.matched(one) == 0
     # Others don't wait for the same answer.
     while not engine.scheduler._lane.stuck(0.05):
         engine.step([])

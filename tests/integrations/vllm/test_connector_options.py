@@ -7,17 +7,14 @@ from kvpact.integrations.vllm.connector_store import options_of, release_store, 
 from kvpact.stores import open_store
 
 
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        ({}, "it needs a store"),
-        ({"store": "memory://", "time": 3}, "there is no 'time'"),
-        ({"store": "memory://", "timeout": 0}, "timeout can't be 0"),
-        ({"store": "memory://", "chunk": "64"}, "chunk can't be '64'"),
-        ({"store": 5}, "store can't be 5"),
-        ({"store": "memory://", "secret_file": ""}, "secret_file can't be ''"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "reason"), [
+    ({}, "it needs a store"),
+    ({"store": "memory://", "time": 3}, "there is no 'time'"),
+    ({"store": "memory://", "timeout": 0}, "timeout can't be 0"),
+    ({"store": "memory://", "chunk": "64"}, "chunk can't be '64'"),
+    ({"store": 5}, "store can't be 5"),
+    ({"store": "memory://", "secret_file": ""}, "secret_file can't be ''"),
+])  # fmt: skip
 def test_options_are_checked(extra, reason):
     with pytest.raises(StoreError, match=reason):
         options_of(extra)

@@ -154,8 +154,7 @@ def test_chunks_and_vllms_pages_hold_what_a_cache_of_the_spec_holds(text, dtype)
     others.paste(TABLE, others.unpack(chunks, EACH), 0)
     layer = cache.entry(0)
     decoded = torch.stack([layer.dequantize(side)[0].transpose(0, 1) for side in "kv"])
-    assert torch.equal(read(theirs, seed=9), decoded)
-    assert not torch.equal(decoded, qkv[1:])
+    assert torch.equal(read(theirs, seed=9), decoded) and not torch.equal(decoded, qkv[1:])
     untouched = [i for i in range(10) if i not in TABLE]
     assert theirs[untouched].isnan().all()
 

@@ -16,15 +16,12 @@ from kvpact.integrations.vllm.window import Row
 from kvpact.spec import parse_spec
 
 SPECS = (
-    "none:sinks=0,window=0",
-    "turboquant:bits=4,sinks=0,window=0",
-    "int:bits=8,sinks=0,window=0",
+    "none:sinks=0,window=0", "turboquant:bits=4,sinks=0,window=0", "int:bits=8,sinks=0,window=0",
     "fp8:sinks=0,window=0",
     "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
-    "turboquant:bits=3,sinks=0,window=0/int:bits=4,sinks=0,window=0",
-    "turboquant:bits=4,sinks=0",
+    "turboquant:bits=3,sinks=0,window=0/int:bits=4,sinks=0,window=0", "turboquant:bits=4,sinks=0",
     "int:bits=4,sinks=0,window=5",
-)
+)  # fmt: skip
 HEADS, GROUPS, DIM = 2, 2, 64
 SCALE = AttendConfig(softmax_scale=0.125)
 
@@ -44,12 +41,9 @@ def make_sequence(text, pages, count, seed):
 
 def check_mixed_batches(layer, first, second, third):
     for sequences, counts in (
-        ([first], [70]),
-        ([first, second], [1, 33]),
-        ([second, first, third], [1, 1, 17]),
-        ([third, second, first], [1, 40, 1]),
-        ([third, first, second], [1, 1, 1]),
-    ):
+        ([first], [70]), ([first, second], [1, 33]), ([second, first, third], [1, 1, 17]),
+        ([third, second, first], [1, 40, 1]), ([third, first, second], [1, 1, 1]),
+    ):  # fmt: skip
         out, right = run(layer, sequences, counts, SCALE)
         assert torch.equal(out, right)
 
@@ -63,15 +57,10 @@ def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
     check_mixed_batches(make(text, fill=0xA5), *sequences)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "none:sinks=0,window=0",
-        "int:bits=8,sinks=0,window=0",
-        "turboquant:bits=4,sinks=0",
-        "turboquant:bits=4,sinks=0,window=5/fp8:sinks=0,window=5",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "none:sinks=0,window=0", "int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0",
+    "turboquant:bits=4,sinks=0,window=5/fp8:sinks=0,window=5",
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_batches_of_mla_latents_are_a_contiguous_cache(text, dtype):
     rank, rope, sequences = 128, 64, []
@@ -141,17 +130,13 @@ def test_four_bits_are_a_quarter_of_bfloat16_and_a_scale(dim, content):
     assert PageForm(*codecs(spec, dim, dim, torch.bfloat16), 128).content == content
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.zeros(4, HEADS, TOKENS, 67, dtype=torch.uint8),
-        torch.zeros(4, HEADS, 2 * TOKENS, 68, dtype=torch.uint8),
-        torch.zeros(4, HEADS, TOKENS, 34, dtype=torch.bfloat16),
-        torch.zeros(4, TOKENS, HEADS, 68, dtype=torch.uint8).transpose(1, 2),
-        torch.zeros(4, HEADS, TOKENS * 68, dtype=torch.uint8),
-    ],
-    ids=["bytes", "tokens", "dtype", "tokens outermost", "rank"],
-)
+@pytest.mark.parametrize("wrong", [
+    torch.zeros(4, HEADS, TOKENS, 67, dtype=torch.uint8),
+    torch.zeros(4, HEADS, 2 * TOKENS, 68, dtype=torch.uint8),
+    torch.zeros(4, HEADS, TOKENS, 34, dtype=torch.bfloat16),
+    torch.zeros(4, TOKENS, HEADS, 68, dtype=torch.uint8).transpose(1, 2),
+    torch.zeros(4, HEADS, TOKENS * 68, dtype=torch.uint8),
+], ids=["bytes", "tokens", "dtype", "tokens outermost", "rank"])  # fmt: skip
 def test_pages_of_another_layout_are_refused(wrong):
     k, v = codecs(parse_spec("turboquant:bits=4,sinks=0,window=0"), DIM, DIM, torch.bfloat16)
     form = PageForm(k, v, TOKENS)

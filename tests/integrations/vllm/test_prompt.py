@@ -10,12 +10,10 @@ from kvpact.integrations.vllm.prompt import FEW, PAGE, Scratch
 from kvpact.integrations.vllm.window import Row
 
 SPECS = (
-    "none:sinks=0,window=0",
-    "turboquant:bits=4,sinks=0",
-    "int:bits=4,sinks=0,window=5",
+    "none:sinks=0,window=0", "turboquant:bits=4,sinks=0", "int:bits=4,sinks=0,window=5",
     "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
     "turboquant:bits=3,sinks=0,window=0/fp8:sinks=0,window=0",
-)
+)  # fmt: skip
 HEADS, GROUPS, DIM = 2, 2, 64
 CONFIGS = (AttendConfig(softmax_scale=0.125), AttendConfig(softmax_scale=0.3, softcap=2.0))
 
@@ -54,12 +52,9 @@ def make_scratch(dtype, tokens=1300):
 
 
 BATCHES = (
-    [(0, 1101)],
-    [(0, 1), (1, FEW + 1)],
-    [(1, 1), (0, 70), (2, 17)],
-    [(2, FEW), (1, 95), (0, 51)],
+    [(0, 1101)], [(0, 1), (1, FEW + 1)], [(1, 1), (0, 70), (2, 17)], [(2, FEW), (1, 95), (0, 51)],
     [(2, 1), (1, 1), (0, 1)],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["plain", "softcap"])

@@ -23,15 +23,10 @@ def test_nothing_is_set(monkeypatch):
         served_specs(2)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "turboquant:bits=4,sinks=0",
-        "turboquant:bits=4,sinks=0,window=0",
-        "int:bits=8,sinks=0,window=0/turboquant:bits=3,sinks=0,window=0",
-        "none",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "turboquant:bits=4,sinks=0", "turboquant:bits=4,sinks=0,window=0",
+    "int:bits=8,sinks=0,window=0/turboquant:bits=3,sinks=0,window=0", "none",
+])  # fmt: skip
 def test_a_spec_is_set(monkeypatch, text):
     monkeypatch.setenv(SETTING, text)
     assert [str(spec) for spec in served_specs(3)] == [text] * 3
@@ -41,21 +36,16 @@ def test_a_recipe_is_set(monkeypatch, tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text('default = "turboquant:bits=4,sinks=0"\n[layers]\n-1 = "int:bits=8,sinks=0"\n')
     monkeypatch.setenv(SETTING, str(path))
-    assert [str(spec) for spec in served_specs(3)] == [
-        *["turboquant:bits=4,sinks=0"] * 2,
-        "int:bits=8,sinks=0",
-    ]
+    specs = [*["turboquant:bits=4,sinks=0"] * 2, "int:bits=8,sinks=0"]
+    assert list(map(str, served_specs(3))) == specs
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        ('default = "none"\n[layers]\n3 = "fp8:sinks=0"', "layer 3 is not among 3 layers"),
-        ('default = "none"\n[layers]\n1 = "fp8"', "write 'fp8:sinks=0'"),
-        ('layers = "none"', "a recipe has 'default'"),
-        (None, "can't be read"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "reason"), [
+    ('default = "none"\n[layers]\n3 = "fp8:sinks=0"', "layer 3 is not among 3 layers"),
+    ('default = "none"\n[layers]\n1 = "fp8"', "write 'fp8:sinks=0'"),
+    ('layers = "none"', "a recipe has 'default'"),
+    (None, "can't be read"),
+])  # fmt: skip
 def test_what_pages_can_not_hold_in_one_layer_is_refused(monkeypatch, tmp_path, recipe, reason):
     path = tmp_path / "recipe.toml"
     if recipe is not None:
@@ -65,21 +55,18 @@ def test_what_pages_can_not_hold_in_one_layer_is_refused(monkeypatch, tmp_path, 
         served_specs(3)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("turboquant:bits=4", "write 'turboquant:bits=4,sinks=0'"),
-        (
-            "int:bits=8,sinks=0/int:bits=4,sinks=0,window=9",
-            "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'",
-        ),
-        ("kivi:sinks=0,window=0", "packs 32 tokens together"),
-        ("turboquant:bits=4,center=64,sinks=0,window=0", "method of K packs 64 tokens together"),
-        ("trellis:bits=4,sinks=0,window=0", "method of K learns from its tokens"),
-        ("lowrank:sinks=0,window=0", "learns from its tokens"),
-        ("turbo", "turbo"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("turboquant:bits=4", "write 'turboquant:bits=4,sinks=0'"),
+    (
+        "int:bits=8,sinks=0/int:bits=4,sinks=0,window=9",
+        "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'",
+    ),
+    ("kivi:sinks=0,window=0", "packs 32 tokens together"),
+    ("turboquant:bits=4,center=64,sinks=0,window=0", "method of K packs 64 tokens together"),
+    ("trellis:bits=4,sinks=0,window=0", "method of K learns from its tokens"),
+    ("lowrank:sinks=0,window=0", "learns from its tokens"),
+    ("turbo", "turbo"),
+])  # fmt: skip
 def test_what_pages_can_not_hold_is_refused(monkeypatch, text, reason):
     monkeypatch.setenv(SETTING, text)
     with pytest.raises(SpecError, match=reason.replace(".", r"\.")):
@@ -123,35 +110,29 @@ def test_without_means_keys_are_packed_one_by_one(calibrated):
     assert codecs(spec, 64, 64, torch.float32, learnt)[0].group == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("turboquant:bits=4,sinks=0", "learns nothing"),
-        (
-            "trellis:bits=4,sinks=0,window=32",
-            "window, which is smaller; write 'trellis:bits=4,sinks=0'",
-        ),
-        ("trellis:bits=4,sinks=0,first=false", "packs 64 tokens together"),
-        ("trellis:bits=4", "write 'trellis:bits=4,sinks=0'"),
-        ("vq:sinks=0", "learns from its tokens"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("turboquant:bits=4,sinks=0", "learns nothing"),
+    (
+        "trellis:bits=4,sinks=0,window=32",
+        "window, which is smaller; write 'trellis:bits=4,sinks=0'",
+    ),
+    ("trellis:bits=4,sinks=0,first=false", "packs 64 tokens together"),
+    ("trellis:bits=4", "write 'trellis:bits=4,sinks=0'"),
+    ("vq:sinks=0", "learns from its tokens"),
+])  # fmt: skip
 def test_specs_that_a_calibration_does_not_help_are_refused(calibrated, text, reason):
     calibrated(text)
     with pytest.raises(SpecError, match=reason):
         register()
 
 
-@pytest.mark.parametrize(
-    ("geometry", "numbers", "total", "spec", "reason"),
-    [
-        ((1, 3, 64), [0], 2, "trellis:bits=4", "the model has (3, 64, 64) KV heads"),
-        ((1, 2, 32), [0], 2, "trellis:bits=4", "the model has (2, 32, 32) KV heads"),
-        ((1, 2, 64), [2], 3, "trellis:bits=4", "has of layer 2 nothing"),
-        ((1, 2, 64), [0], 1, "trellis:bits=4", "is of 2 layers, the model has 1"),
-        ((1, 2, 64), [0], 2, "trellis:bits=4,weights=false", "run kvpact calibrate with --spec"),
-    ],
-)
+@pytest.mark.parametrize(("geometry", "numbers", "total", "spec", "reason"), [
+    ((1, 3, 64), [0], 2, "trellis:bits=4", "the model has (3, 64, 64) KV heads"),
+    ((1, 2, 32), [0], 2, "trellis:bits=4", "the model has (2, 32, 32) KV heads"),
+    ((1, 2, 64), [2], 3, "trellis:bits=4", "has of layer 2 nothing"),
+    ((1, 2, 64), [0], 1, "trellis:bits=4", "is of 2 layers, the model has 1"),
+    ((1, 2, 64), [0], 2, "trellis:bits=4,weights=false", "run kvpact calibrate with --spec"),
+])  # fmt: skip
 def test_a_calibration_of_another_model_is_refused(
     calibrated, geometry, numbers, total, spec, reason
 ):

@@ -128,8 +128,7 @@ def row(start, held, new, *pages):
 
 def test_a_batch_whose_rows_share_only_older_pages_is_one_part():
     rows = [row(0, 64, 1, 1, 2, 3), row(1, 64, 32, 1, 2, 4), row(33, 0, 20, 5)]
-    assert waves(rows, PAGE) == [rows]
-    assert waves([], PAGE) == []
+    assert waves(rows, PAGE) == [rows] and waves([], PAGE) == []
 
 
 def test_a_row_comes_after_the_one_that_fills_its_page_in_the_same_step():

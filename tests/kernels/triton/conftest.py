@@ -12,15 +12,9 @@ sys.path.insert(0, str(HERE.parent))
 
 CUDA = torch.cuda.is_available()
 ON_DEVICES = (
-    "test_ahead_of_time",
-    "test_backend",
-    "test_graphs",
-    "test_long_pasts",
-    "test_smollm2",
-    "test_step",
-    "test_taking",
-    "test_vllm_pages",
-)
+    "test_ahead_of_time", "test_backend", "test_graphs", "test_long_pasts", "test_smollm2",
+    "test_step", "test_taking", "test_vllm_pages",
+)  # fmt: skip
 """Modules whose tensors lie on a GPU where there is one; those of the others are the CPU's."""
 
 

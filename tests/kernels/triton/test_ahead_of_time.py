@@ -1,7 +1,5 @@
 """What the compilers make of the kernels, for devices that are not here."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -58,25 +58,21 @@ def test_what_is_not_covered_has_a_reason():
     for method in (parse_spec("trellis:bits=3").key, parse_spec("trellis:bits=2").value):
         codec = method.value_codec(5, torch.float32)
         for operation in ("attend", "encode", "decode"):
-            assert backend.covers(operation, codec, torch.float32) == (
-                "trellises of less than 8 channels"
-            )
+            refused = backend.covers(operation, codec, torch.float32)
+            assert refused == "trellises of less than 8 channels"
     codec = parse_spec("int:bits=8").key.key_codec(64, torch.float32)
     assert "float64" in backend.covers("attend", codec, torch.float64)
     assert "offset" in backend.covers_offset()
 
 
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    (
-        ("turboquant:bits=4", ""),
-        ("trellis:bits=4", ""),
-        ("fp8/turboquant:bits=4", "K has no levels of whole numbers"),
-        ("turboquant:bits=6", "K has codes of 6 bits"),
-        ("kivi:bits=4", "K has scales per channel"),
-        ("turboquant:bits=4/kvarn:bits=4", "V has scales per channel"),
-    ),
-)
+@pytest.mark.parametrize(("spec", "reason"), (
+    ("turboquant:bits=4", ""),
+    ("trellis:bits=4", ""),
+    ("fp8/turboquant:bits=4", "K has no levels of whole numbers"),
+    ("turboquant:bits=6", "K has codes of 6 bits"),
+    ("kivi:bits=4", "K has scales per channel"),
+    ("turboquant:bits=4/kvarn:bits=4", "V has scales per channel"),
+))  # fmt: skip
 def test_where_the_general_kernel_attends_the_reason_is_told(monkeypatch, spec, reason):
     backend = TritonBackend()
     monkeypatch.setattr("kvpact.kernels.plan.BACKENDS", (backend, TORCH))

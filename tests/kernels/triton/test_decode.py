@@ -1,7 +1,5 @@
 """Decoding by the Triton kernel gives the torch body's numbers, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -32,10 +30,8 @@ def differences(
 ) -> list[str]:
     """Return what differs, rotated back or not."""
     codec, store = slots_of_random_tokens(spec, side, dim)
-    found = [
-        compare_slots(codec, store, start, end, dtype, inverse, decode_triton)
-        for inverse in (True, False)
-    ]
+    given = (codec, store, start, end, dtype)
+    found = [compare_slots(*given, inverse, decode_triton) for inverse in (True, False)]
     return [text for text in found if text]
 
 
@@ -69,14 +65,11 @@ def difference_of_treated(spec: str, dim: int, start: int, end: int, dtype: torc
     return compare_slots(*packed(spec, "k", x[:1]), start, end, dtype, True, decode_triton)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "dtype"),
-    [
-        (TREATED[0], 64, torch.float32),
-        (TREATED[3], 80, torch.float16),
-        ("trellis:bits=2,weights=false,blocks=false,first=false", 128, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "dtype"), [
+    (TREATED[0], 64, torch.float32),
+    (TREATED[3], 80, torch.float16),
+    ("trellis:bits=2,weights=false,blocks=false,first=false", 128, torch.bfloat16),
+])  # fmt: skip
 def test_treated_keys(spec, dim, dtype):
     assert difference_of_treated(spec, dim, 20, 60, dtype) == ""
 

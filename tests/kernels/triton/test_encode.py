@@ -1,23 +1,10 @@
 """Encoding by the Triton kernels gives the torch body's bytes."""
 
-from __future__ import annotations
-
 import itertools
 
+import encode_compare
 import pytest
 import torch
-from encode_compare import (
-    DTYPES,
-    FORMATS,
-    PLACES,
-    SPECIAL,
-    WIDTHS,
-    check_gaps,
-    codec_of,
-    compare,
-    encoded_slots,
-    random_pieces,
-)
 from forms import one_per_form, slow
 from host_reads import HostReads
 
@@ -29,7 +16,7 @@ from kvpact.kernels.triton.encode.encoder import TritonEncoder
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.quantizers.checks import collected, deferred
 
-COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]
+COVERED = [spec for spec in encode_compare.FORMATS if not spec.startswith("kvarn")]
 NARROW = (64, 20, 33, 80, 3)
 
 
@@ -43,7 +30,7 @@ CASES = [
     for (spec, side), dim, place in zip(
         itertools.product(COVERED, "kv"),
         itertools.cycle(NARROW),
-        itertools.cycle(PLACES[:5]),
+        itertools.cycle(encode_compare.PLACES[:5]),
         strict=False,
     )
 ]
@@ -51,45 +38,43 @@ CASES = [
 
 @pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form(CASES))
 def test_every_format(spec, side, dim, count, start, dtype):
-    (tokens,), start = random_pieces(spec, side, dim, count, start, dtype)
-    assert compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
+    (tokens,), start = encode_compare.random_pieces(spec, side, dim, count, start, dtype)
+    assert encode_compare.compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
 
 
 def test_rows_and_heads():
     for spec, side in (("turboquant:bits=4", "k"), ("int:bits=4,zero=true", "v")):
-        tokens = random_pieces(spec, side, 64, 33, 5, torch.float16)
-        assert compare(spec, side, *tokens, encoder=encoder) == ""
+        tokens = encode_compare.random_pieces(spec, side, 64, 33, 5, torch.float16)
+        assert encode_compare.compare(spec, side, *tokens, encoder=encoder) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", COVERED)
 def test_every_format_at_every_width(spec):
-    places = itertools.cycle(PLACES)
-    for dim, side in itertools.product((1, 20, 33, *WIDTHS, 1000, 1024), "kv"):
+    places = itertools.cycle(encode_compare.PLACES)
+    for dim, side in itertools.product((1, 20, 33, *encode_compare.WIDTHS, 1000, 1024), "kv"):
         for place in itertools.islice(places, 4):
-            tokens = random_pieces(spec, side, dim, *place)
-            assert compare(spec, side, *tokens, encoder=encoder) == "", (dim, side, place)
+            tokens = encode_compare.random_pieces(spec, side, dim, *place)
+            found = encode_compare.compare(spec, side, *tokens, encoder=encoder)
+            assert found == "", (dim, side, place)
 
 
-@pytest.mark.parametrize(
-    ("spec", "side", "counts", "start"),
-    [
-        ("turboquant:bits=5", "k", [1, 36, 1], 127),
-        ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
-        ("turboquant:bits=4,center=64", "k", [64, 64], 64),
-        *slow(
-            ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
-            ("turboquant:bits=7", "v", [5, 40, 1], 90),
-            ("int:bits=2", "v", [9, 1, 1, 40], 3),
-            ("fp8", "v", [3, 1, 70], 61),
-            ("kivi:bits=2", "k", [32, 96, 32], 96),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side", "counts", "start"), [
+    ("turboquant:bits=5", "k", [1, 36, 1], 127),
+    ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
+    ("turboquant:bits=4,center=64", "k", [64, 64], 64),
+    *slow(
+        ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
+        ("turboquant:bits=7", "v", [5, 40, 1], 90),
+        ("int:bits=2", "v", [9, 1, 1, 40], 3),
+        ("fp8", "v", [3, 1, 70], 61),
+        ("kivi:bits=2", "k", [32, 96, 32], 96),
+    ),
+])  # fmt: skip
 def test_pieces_are_the_whole(spec, side, counts, start):
-    (tokens,), _ = random_pieces(spec, side, 36, sum(counts), start, torch.bfloat16)
+    (tokens,), _ = encode_compare.random_pieces(spec, side, 36, sum(counts), start, torch.bfloat16)
     pieces = list(tokens[:1, 1:].split(counts, 2))
-    assert compare(spec, side, pieces, start, encoder=encoder) == ""
+    assert encode_compare.compare(spec, side, pieces, start, encoder=encoder) == ""
 
 
 SPECIAL_CASES = (
@@ -106,24 +91,21 @@ SPECIAL_CASES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("spec", "side"),
-    [
-        *SPECIAL_CASES[:6],
-        *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side"), [
+    *SPECIAL_CASES[:6],
+    *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
+])  # fmt: skip
 def test_special_values(spec, side):
     """Zeros of both signs, subnormal and tiny numbers, ties, large numbers beside small ones."""
-    group = codec_of(spec, side, 64, torch.float32).group
+    group = encode_compare.codec_of(spec, side, 64, torch.float32).group
     generator = torch.Generator().manual_seed(1)
-    for dtype in DTYPES:
-        values = torch.tensor(SPECIAL).to(dtype)
+    for dtype in encode_compare.DTYPES:
+        values = torch.tensor(encode_compare.SPECIAL).to(dtype)
         shape = (1, 1, -(-40 // group) * group, 64)
-        tokens = values[torch.randint(len(SPECIAL), shape, generator=generator)]
+        tokens = values[torch.randint(len(encode_compare.SPECIAL), shape, generator=generator)]
         for i, value in enumerate(values):
             tokens[0, 0, i] = value  # a token of one number
-        assert compare(spec, side, [tokens], encoder=encoder) == ""
+        assert encode_compare.compare(spec, side, [tokens], encoder=encoder) == ""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +114,7 @@ def test_special_values(spec, side):
 def test_ties(spec):
     codes = torch.arange(-128, 128).repeat(32, 1)[None, None]
     for halves in (codes / 2, codes + 0.5):
-        assert compare(spec, "k", [halves.float()], encoder=encoder) == ""
+        assert encode_compare.compare(spec, "k", [halves.float()], encoder=encoder) == ""
 
 
 def test_views():
@@ -145,7 +127,7 @@ def test_views():
         wide[:, :, :, 1:33].expand(2, -1, -1, -1).transpose(1, 2)[:, ::2],
     ):
         for spec, side in (("turboquant:bits=4", "v"), ("kivi:bits=2", "k")):
-            assert compare(spec, side, [view], encoder=encoder) == "", view.stride()
+            assert encode_compare.compare(spec, side, [view], encoder=encoder) == "", view.stride()
 
 
 REFUSED = [
@@ -163,7 +145,7 @@ def tokens_with(spec: str, number: float) -> tuple[object, torch.Tensor]:
     """Return a codec of K, and tokens of which one has a number."""
     tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(3))
     tokens[0, 1, 33] = number
-    return codec_of(spec, "k", 64, torch.float32), tokens
+    return encode_compare.codec_of(spec, "k", 64, torch.float32), tokens
 
 
 @pytest.mark.parametrize(("spec", "number"), REFUSED)
@@ -187,51 +169,43 @@ def test_deferred_checks_leave_a_flag_and_the_host_waits_for_nothing(spec, numbe
     assert bool(good) == (number == 1.0)
 
 
-@pytest.mark.parametrize(
-    ("spec", "size"),
-    [
-        ("turboquant:bits=4", 60_000.0),
-        ("int:bits=8", 8.3e6),
-        ("int:bits=4,zero=true,rotate=true", 9_000.0),
-        ("fp8", 2.91e7),
-    ],
-)
+@pytest.mark.parametrize(("spec", "size"), [
+    ("turboquant:bits=4", 60_000.0),
+    ("int:bits=8", 8.3e6),
+    ("int:bits=4,zero=true,rotate=true", 9_000.0),
+    ("fp8", 2.91e7),
+])  # fmt: skip
 def test_tokens_that_are_beyond_the_limit_and_fit_are_encoded(spec, size):
     """The limit is what surely fits: beyond it, what is stored decides."""
-    codec = codec_of(spec, "k", 64, torch.float32)
+    codec = encode_compare.codec_of(spec, "k", 64, torch.float32)
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randn(1, 2, 33, 64, generator=generator)
     tokens[0, 1, 7, 5] = size
     assert size > codec.form.limit
-    assert compare(spec, "k", [tokens], encoder=encoder) == ""
+    assert encode_compare.compare(spec, "k", [tokens], encoder=encoder) == ""
 
 
 def test_slots_with_gaps_are_refused_before_anything_is_written():
-    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
-    check_gaps(encoder(codec), codec)
+    codec = encode_compare.codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    encode_compare.check_gaps(encoder(codec), codec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "reason"),
-    [
-        ("qjl", 64, "no native encoding for SignCodec"),
-        ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
-        ("trellis:bits=4", 4, "trellises of less than 8 channels"),
-        ("kvarn:bits=4", 64, "tokens and channels of a group are balanced"),
-        ("fp8", 2048, "width 2048 is above 1024"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "reason"), [
+    ("qjl", 64, "no native encoding for SignCodec"),
+    ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
+    ("trellis:bits=4", 4, "trellises of less than 8 channels"),
+    ("kvarn:bits=4", 64, "tokens and channels of a group are balanced"),
+    ("fp8", 2048, "width 2048 is above 1024"),
+])  # fmt: skip
 def test_what_is_not_covered_says_why(spec, dim, reason):
-    assert (
-        slots_of(codec_of(spec, "k", dim, torch.float32), torch.device("cpu")).encode_reason
-        == reason
-    )
+    codec = encode_compare.codec_of(spec, "k", dim, torch.float32)
+    assert slots_of(codec, torch.device("cpu")).encode_reason == reason
 
 
 def test_appends_to_the_same_segments_make_no_new_table():
-    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    codec = encode_compare.codec_of("turboquant:bits=4", "k", 64, torch.float32)
     tokens, own, tables = torch.ones(1, 1, 129, 64), encoder(codec), []
-    sources = [ListSource((x,), 128) for x in encoded_slots(own, codec, [tokens], 0)]
+    sources = [ListSource((x,), 128) for x in encode_compare.encoded_slots(own, codec, [tokens], 0)]
     for source in (sources[0], *sources):
         own.write(tokens[:, :, :1], source, 0)
         tables.append(source.prepared["triton:1"])

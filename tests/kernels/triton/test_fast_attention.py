@@ -1,7 +1,5 @@
 """Attention over packed slots by integer products, interpreted, beside the torch body."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -29,24 +27,18 @@ BOUND = 5e-4
 BITS = (2, 3, 4)
 PAIRS = [f"turboquant:bits={k}/turboquant:bits={v}" for k, v in itertools.product(BITS, BITS)]
 INTEGERS = (
-    "int:bits=8",
-    "int:bits=4",
-    "int:bits=8,group=64/int:bits=4,group=128",
-    "int:bits=4/turboquant:bits=3",
-    "turboquant:bits=2/int:bits=8",
-    "int:bits=3,group=128/int:bits=2",
-    "q8_0/q4_0",
-)
+    "int:bits=8", "int:bits=4", "int:bits=8,group=64/int:bits=4,group=128",
+    "int:bits=4/turboquant:bits=3", "turboquant:bits=2/int:bits=8",
+    "int:bits=3,group=128/int:bits=2", "q8_0/q4_0",
+)  # fmt: skip
 MORE = ("int:bits=4,zero=true", "turboquant:bits=3,center=64")
 """With zeros, and with shifts per channel and group of tokens."""
 SLOW = (
     *(f"turboquant:bits={bits},center={group}" for bits in BITS for group in (64, 128)),
-    "int:bits=8,zero=true",
-    "int:bits=2,group=64,zero=true",
+    "int:bits=8,zero=true", "int:bits=2,group=64,zero=true",
     "int:bits=3,group=128,zero=true/int:bits=3,group=32,zero=true",
-    "int:bits=4,group=1024,zero=true,rotate=true",
-    "turboquant:bits=2,center=64/turboquant:bits=3",
-)
+    "int:bits=4,group=1024,zero=true,rotate=true", "turboquant:bits=2,center=64/turboquant:bits=3",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", [*one_per_form((*PAIRS, *INTEGERS)), *MORE, *slow(*SLOW)])
@@ -54,14 +46,11 @@ def test_formats(monkeypatch, spec):
     assert error(decode_calls(monkeypatch, spec, 270, (1, 1, 4, 1, 128)), parts=2) < BOUND
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        # K of 2, 3, 4 and 8 bits, and so V.
-        *(PAIRS[1], PAIRS[6], INTEGERS[2], INTEGERS[4], INTEGERS[5]),
-        *slow(PAIRS[0], *PAIRS[2:6], *PAIRS[7:], *INTEGERS[:2], INTEGERS[3], *MORE, *SLOW),
-    ],
-)
+@pytest.mark.parametrize("spec", [
+    # K of 2, 3, 4 and 8 bits, and so V.
+    *(PAIRS[1], PAIRS[6], INTEGERS[2], INTEGERS[4], INTEGERS[5]),
+    *slow(PAIRS[0], *PAIRS[2:6], *PAIRS[7:], *INTEGERS[:2], INTEGERS[3], *MORE, *SLOW),
+])  # fmt: skip
 def test_the_order_of_older_versions(monkeypatch, spec):
     calls = decode_calls(monkeypatch, spec, 150, (1, 1, 4, 1, 128))
     assert error(calls, parts=2, kw=8) < BOUND
@@ -69,11 +58,7 @@ def test_the_order_of_older_versions(monkeypatch, spec):
 
 @pytest.mark.parametrize(
     ("bits", "page"),
-    [
-        (4, 32),
-        (3, 64),
-        *slow(*((bits, page) for bits in BITS for page in (32, 64, 128))),
-    ],
+    [(4, 32), (3, 64), *slow(*((bits, page) for bits in BITS for page in (32, 64, 128)))],
 )
 def test_pages(monkeypatch, bits, page):
     calls = decode_calls(monkeypatch, f"turboquant:bits={bits}", 270, (2, 1, 2, 1, 64), page=page)
@@ -81,39 +66,33 @@ def test_pages(monkeypatch, bits, page):
     assert error(calls, parts=2) < BOUND
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim"),
-    (
-        ("turboquant:bits=3", 256),
-        ("turboquant:bits=4", 96),
-        ("int:bits=8", 80),
-        *slow(
-            ("turboquant:bits=4", 256),
-            ("turboquant:bits=2", 64),
-            ("turboquant:bits=3", 64),
-            ("turboquant:bits=3", 80),
-            ("turboquant:bits=2", 112),
-            ("int:bits=4", 40),
-            ("int:bits=4,zero=true", 80),
-            ("turboquant:bits=4,center=64", 96),
-        ),
+@pytest.mark.parametrize(("spec", "dim"), (
+    ("turboquant:bits=3", 256),
+    ("turboquant:bits=4", 96),
+    ("int:bits=8", 80),
+    *slow(
+        ("turboquant:bits=4", 256),
+        ("turboquant:bits=2", 64),
+        ("turboquant:bits=3", 64),
+        ("turboquant:bits=3", 80),
+        ("turboquant:bits=2", 112),
+        ("int:bits=4", 40),
+        ("int:bits=4,zero=true", 80),
+        ("turboquant:bits=4,center=64", 96),
     ),
-)
+))  # fmt: skip
 def test_widths(monkeypatch, spec, dim):
     assert error(decode_calls(monkeypatch, spec, 200, (1, 1, 2, 1, dim))) < BOUND
 
 
-@pytest.mark.parametrize(
-    ("spec", "groups", "queries"),
-    (
-        ("turboquant:bits=4", 3, 1),
-        ("int:bits=4,zero=true", 2, 4),
-        *slow(
-            *(("turboquant:bits=4", *rows) for rows in ((2, 4), (5, 1), (8, 1), (4, 4))),
-            *(("int:bits=4,zero=true", *rows) for rows in ((3, 1), (8, 1))),
-        ),
+@pytest.mark.parametrize(("spec", "groups", "queries"), (
+    ("turboquant:bits=4", 3, 1),
+    ("int:bits=4,zero=true", 2, 4),
+    *slow(
+        *(("turboquant:bits=4", *rows) for rows in ((2, 4), (5, 1), (8, 1), (4, 4))),
+        *(("int:bits=4,zero=true", *rows) for rows in ((3, 1), (8, 1))),
     ),
-)
+))  # fmt: skip
 def test_rows(monkeypatch, spec, groups, queries):
     calls = decode_calls(monkeypatch, spec, 200, (1, 2, groups, queries, 64))
     assert error(calls) < BOUND
@@ -138,15 +117,11 @@ def test_padding(monkeypatch):
     assert error(calls) < BOUND
 
 
-@pytest.mark.parametrize(
-    "config",
-    (
-        AttendConfig(softmax_scale=0.5),
-        AttendConfig(sliding_window=90, softcap=20.0),
-        *slow(AttendConfig(sliding_window=150), AttendConfig(softcap=1.5)),
-    ),
-    ids=("scale", "window and softcap", "window", "softcap"),
-)
+@pytest.mark.parametrize("config", (
+    AttendConfig(softmax_scale=0.5),
+    AttendConfig(sliding_window=90, softcap=20.0),
+    *slow(AttendConfig(sliding_window=150), AttendConfig(softcap=1.5)),
+), ids=("scale", "window and softcap", "window", "softcap"))  # fmt: skip
 def test_rules(monkeypatch, config):
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 300, (2, 1, 2, 4, 64), config)
     assert error(calls) < BOUND
@@ -161,14 +136,10 @@ def test_negative_scales_and_outliers(monkeypatch):
     assert error(calls) < BOUND
 
 
-@pytest.mark.parametrize(
-    "config",
-    (
-        AttendConfig(sliding_window=100, softcap=2.0),
-        AttendConfig(is_causal=False, sink_logits=torch.tensor([1.0, -1.0, 0.0, 3.0])),
-    ),
-    ids=("window and softcap", "sink logits"),
-)
+@pytest.mark.parametrize("config", (
+    AttendConfig(sliding_window=100, softcap=2.0),
+    AttendConfig(is_causal=False, sink_logits=torch.tensor([1.0, -1.0, 0.0, 3.0])),
+), ids=("window and softcap", "sink logits"))  # fmt: skip
 def test_beside_exact_tokens(monkeypatch, config):
     """The whole of attention: parts of both kernels, merged and rotated back."""
     spec = "turboquant:bits=4,sinks=3,window=5/int:bits=4,sinks=2,window=9"
@@ -255,10 +226,8 @@ def test_long_pasts_are_attended_fast(monkeypatch, spec):
 
 
 def test_parts_fill_the_device():
-    assert parts_of(131072, 8, CPU) == 132
-    assert parts_of(8192, 8, CPU) == 32
-    assert parts_of(100, 64, CPU) == 1
-    assert parts_of(10**6, 10**4, CPU) == 1
+    assert parts_of(131072, 8, CPU) == 132 and parts_of(8192, 8, CPU) == 32
+    assert parts_of(100, 64, CPU) == 1 and parts_of(10**6, 10**4, CPU) == 1
 
 
 def test_order_by_version():

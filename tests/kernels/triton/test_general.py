@@ -1,7 +1,5 @@
 """Attention by the Triton kernels, interpreted, against the torch bodies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,13 +23,10 @@ from kvpact.testing.data import random_tokens
 MAKER = BackendContract()
 CODES = "turboquant:bits=4,sinks=3,window=9"
 SPECS = (
-    "none",
-    "fp8:sinks=3,window=9",
-    "int:bits=8,sinks=2,window=0/turboquant:bits=3,window=27",
-    "kivi:bits=2,sinks=0,window=5",
-    "kvarn:bits=3,group=32,sinks=0,window=0",
+    "none", "fp8:sinks=3,window=9", "int:bits=8,sinks=2,window=0/turboquant:bits=3,window=27",
+    "kivi:bits=2,sinks=0,window=5", "kvarn:bits=3,group=32,sinks=0,window=0",
     "turboquant:bits=3,center=64,sinks=3,window=0/kivi:bits=2,sinks=1,window=1",
-)
+)  # fmt: skip
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
@@ -47,8 +42,7 @@ def error(calls: list[AttendCall]) -> float:
     expected = TORCH.attend(calls)
     with unwritten_is_nan():
         found = attend_triton(calls)
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape and found.dtype == expected.dtype
     size = expected.double().norm().item()
     return (found.double() - expected.double()).norm().item() / (size or 1.0)
 
@@ -81,20 +75,13 @@ def test_formats(spec):
     assert error([made(spec, "one token", 20, torch.float32, 70)]) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("name", "dim", "dtype"),
-    [
-        ("a short past", 64, torch.bfloat16),
-        ("a chunk", 16, torch.float16),
-        ("softcap", 33, torch.float32),
-        ("a sliding window", 20, torch.float32),
-        ("sinks", 36, torch.float32),
-        ("padding", 20, torch.bfloat16),
-        ("not causal", 20, torch.float32),
-        ("nothing seen", 20, torch.float32),
-        ("an additive mask", 20, torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("name", "dim", "dtype"), [
+    ("a short past", 64, torch.bfloat16), ("a chunk", 16, torch.float16),
+    ("softcap", 33, torch.float32), ("a sliding window", 20, torch.float32),
+    ("sinks", 36, torch.float32), ("padding", 20, torch.bfloat16),
+    ("not causal", 20, torch.float32), ("nothing seen", 20, torch.float32),
+    ("an additive mask", 20, torch.float16),
+])  # fmt: skip
 def test_rules(name, dim, dtype):
     held = CALLS[name][0] if "mask" in CALLS[name][3] else min(CALLS[name][0], 40)
     call = made(CODES, name, dim, dtype, held)
@@ -137,12 +124,10 @@ def masks(total: int) -> dict[str, Tensor]:
     seen[1, 2, 3] = False
     lowest = torch.finfo(torch.float16).min
     return {
-        "boolean": seen,
-        "one head": seen[:, :1],
-        "one row": seen[:1].expand(2, -1, -1, -1),
+        "boolean": seen, "one head": seen[:, :1], "one row": seen[:1].expand(2, -1, -1, -1),
         "additive": torch.randn(1, 6, 5, total, generator=generator, dtype=torch.float64),
         "lowest": torch.where(seen, 0.5, lowest).half(),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["one head", "lowest", *slow("boolean", "one row", "additive")])
@@ -156,10 +141,8 @@ def test_masks(name):
 def test_unlike_lengths_are_one_launch(monkeypatch):
     """Sequences of unlike lengths, windows and masks; one without packed tokens yet."""
     launches = counted(monkeypatch)
-    calls = [
-        made(CODES, "one token", 20, torch.float32, held, seed)
-        for seed, held in enumerate((70, 2, 40))
-    ]
+    given = (CODES, "one token", 20, torch.float32)
+    calls = [made(*given, held, seed) for seed, held in enumerate((70, 2, 40))]
     calls[0] = calls[0]._replace(config=AttendConfig(sliding_window=9))
     calls[2] = calls[2]._replace(config=AttendConfig(is_causal=False))
     assert error(calls) < BOUNDS[torch.float32]
@@ -199,14 +182,11 @@ def latents(spec: str, held: int, new: int, dtype: torch.dtype, rank: int = 40) 
     return AttendCall(step.view, k, v, q, config, step.padding, latent=True)
 
 
-@pytest.mark.parametrize(
-    ("spec", "held", "new", "dtype"),
-    [
-        (CODES, 75, 4, torch.float32),
-        ("kivi:bits=4,sinks=0,window=3/none", 100, 1, torch.float32),
-        ("none/fp8:sinks=0,window=0", 66, 1, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "held", "new", "dtype"), [
+    (CODES, 75, 4, torch.float32),
+    ("kivi:bits=4,sinks=0,window=3/none", 100, 1, torch.float32),
+    ("none/fp8:sinks=0,window=0", 66, 1, torch.bfloat16),
+])  # fmt: skip
 def test_latents(spec, held, new, dtype):
     call = latents(spec, held, new, dtype)
     assert error([call]) < BOUNDS[dtype]
@@ -216,13 +196,10 @@ def test_latents(spec, held, new, dtype):
 TREATED = "trellis:bits=3,sinks=2,window=3"
 
 
-@pytest.mark.parametrize(
-    ("spec", "dim", "held"),
-    [
-        ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
-        *slow((TREATED, 20, 200), (TREATED, 72, 200)),
-    ],
-)
+@pytest.mark.parametrize(("spec", "dim", "held"), [
+    ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
+    *slow((TREATED, 20, 200), (TREATED, 72, 200)),
+])  # fmt: skip
 def test_treated_keys(spec, dim, held):
     call = made(spec, "one token", dim, torch.float32, held)
     assert call.view.k.exact_from >= 64
@@ -232,10 +209,8 @@ def test_treated_keys(spec, dim, held):
 @pytest.mark.slow
 def test_treated_keys_of_caches_that_learnt_apart():
     """Each call's queries are treated as its own codec has learnt; one has learnt nothing yet."""
-    calls = [
-        made(TREATED, "one token", 20, torch.bfloat16, held, seed)
-        for seed, held in enumerate((150, 20, 170))
-    ]
+    given = (TREATED, "one token", 20, torch.bfloat16)
+    calls = [made(*given, held, seed) for seed, held in enumerate((150, 20, 170))]
     assert error(calls) < BOUNDS[torch.bfloat16]
 
 

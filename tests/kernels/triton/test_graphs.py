@@ -57,10 +57,8 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
 def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backend):
     model = tiny_llama(128).to(DEVICE)
     ids = torch.randint(0, 64, (1, 90), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    caches = [
-        CompressedCache(model, "kivi:bits=4,group=32", backend=backend, check="deferred")
-        for backend in ("torch", "triton")
-    ]
+    given = (model, "kivi:bits=4,group=32")
+    caches = [CompressedCache(*given, backend=x, check="deferred") for x in ("torch", "triton")]
     with torch.no_grad():
         for cache in caches:
             model(ids[:, :62], **named(cache))

@@ -12,14 +12,10 @@ from kvpact.testing.data import by_name
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 SPECS = (
-    "turboquant:bits=4",
-    "turboquant:bits=3",
-    "turboquant:bits=2",
-    "turboquant:bits=4/turboquant:bits=2",
-    "int:bits=8",
-    "int:bits=4",
+    "turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2",
+    "turboquant:bits=4/turboquant:bits=2", "int:bits=8", "int:bits=4",
     "trellis:bits=4,first=false,weights=false,blocks=false",
-)
+)  # fmt: skip
 DIMS = {"turboquant:bits=4": (64, 128, 256)}
 DTYPES = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 

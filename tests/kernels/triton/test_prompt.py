@@ -36,21 +36,17 @@ def test_it_is_the_torch_body(q_heads, rules):
     assert (found - expected).norm() <= 1e-2 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.float32},
-        {"dim": 20},
-        {"dim": 320},
-        {"queries": 4},
-        {"padding": torch.tensor([0, 3])},
-        {"softcap": 2.0},
-        {"sliding_window": 3},
-        {"sink_logits": torch.zeros(6)},
-        {"mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"dtype": torch.float32},
+    {"dim": 20},
+    {"dim": 320},
+    {"queries": 4},
+    {"padding": torch.tensor([0, 3])},
+    {"softcap": 2.0},
+    {"sliding_window": 3},
+    {"sink_logits": torch.zeros(6)},
+    {"mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)},
+], ids=str)  # fmt: skip
 def test_others_are_left_to_the_general_kernel(options):
     assert not is_plain_prompt(call(**options))
 
@@ -84,19 +80,15 @@ def few(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "held", "rules"),
-    [
-        ("turboquant:bits=4,sinks=3,window=9", torch.bfloat16, 70, {}),
-        ("turboquant:bits=4,sinks=3,window=9", torch.float16, 33, {"softmax_scale": 0.3}),
-        ("int:bits=8,window=0,sinks=0", torch.float16, 64, {"is_causal": False}),
-        ("kivi:bits=2,window=5", torch.float16, 47, {"sink_logits": torch.linspace(-1, 3, 6)}),
-        ("none", torch.bfloat16, 40, {"padding": torch.tensor([0, 7])}),
-        ("fp8:sinks=3,window=2", torch.float16, 39, {"padding": torch.tensor([39, 2])}),
-        ("turboquant:bits=4/int:bits=8,window=9", torch.float16, 70, {"sliding_window": 11}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("spec", "dtype", "held", "rules"), [
+    ("turboquant:bits=4,sinks=3,window=9", torch.bfloat16, 70, {}),
+    ("turboquant:bits=4,sinks=3,window=9", torch.float16, 33, {"softmax_scale": 0.3}),
+    ("int:bits=8,window=0,sinks=0", torch.float16, 64, {"is_causal": False}),
+    ("kivi:bits=2,window=5", torch.float16, 47, {"sink_logits": torch.linspace(-1, 3, 6)}),
+    ("none", torch.bfloat16, 40, {"padding": torch.tensor([0, 7])}),
+    ("fp8:sinks=3,window=2", torch.float16, 39, {"padding": torch.tensor([39, 2])}),
+    ("turboquant:bits=4/int:bits=8,window=9", torch.float16, 70, {"sliding_window": 11}),
+], ids=str)  # fmt: skip
 def test_a_chunk_is_flash_attention_beside_its_past(spec, dtype, held, rules, few):
     given = chunk(spec, dtype, held, **rules)
     assert is_chunk(given)

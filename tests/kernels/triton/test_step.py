@@ -8,7 +8,7 @@ from launches import Launches
 pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.view import PagedView
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton.digits import fast
 from kvpact.kernels.triton.step import step
@@ -16,13 +16,11 @@ from kvpact.testing.data import by_name
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (
-    "turboquant:bits=4",
-    "int:bits=8,window=0,sinks=0",
-    "kivi:bits=2,group=32",
+    "turboquant:bits=4", "int:bits=8,window=0,sinks=0", "kivi:bits=2,group=32",
     pytest.param("int:bits=4/turboquant:bits=2,window=5", marks=pytest.mark.slow),
     pytest.param("fp8:window=3,sinks=2", marks=pytest.mark.slow),
     pytest.param("turboquant:bits=3,center=64/int:bits=8", marks=pytest.mark.slow),
-)
+)  # fmt: skip
 
 
 def tokens(count, generator, dtype=torch.float32, batch=1):
@@ -99,26 +97,23 @@ def test_a_step_asks_no_codec_for_its_form(triton_backend, monkeypatch):
 FAST = ["prepare_queries", "attend_general", "query_digits", "attend_digits"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "kernels", "others"),
-    [
-        ("turboquant:bits=4,window=8", ["take_tokens", *FAST, "merge_parts"], 0),
-        ("int:bits=8,window=0", ["take_tokens", *FAST, "merge_parts"], 0),
-        pytest.param(
-            "kivi:bits=2,group=32,window=0",
-            ["take_tokens", *FAST[:2], "merge_parts"],
-            0,
-            marks=pytest.mark.slow,
-        ),
-        # Tokens leave the window in other steps; queries for K are products that torch computes.
-        pytest.param(
-            "trellis:bits=4,window=2",
-            ["take_tokens", *FAST, "merge_parts"],
-            9,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spec", "kernels", "others"), [
+    ("turboquant:bits=4,window=8", ["take_tokens", *FAST, "merge_parts"], 0),
+    ("int:bits=8,window=0", ["take_tokens", *FAST, "merge_parts"], 0),
+    pytest.param(
+        "kivi:bits=2,group=32,window=0",
+        ["take_tokens", *FAST[:2], "merge_parts"],
+        0,
+        marks=pytest.mark.slow,
+    ),
+    # Tokens leave the window in other steps; queries for K are products that torch computes.
+    pytest.param(
+        "trellis:bits=4,window=2",
+        ["take_tokens", *FAST, "merge_parts"],
+        9,
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_the_launches_of_a_step(spec, kernels, others, triton_backend, monkeypatch):
     """The kernels, and how many operations of torch are beside them."""
     monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
@@ -211,15 +206,12 @@ def filled(spec, backend, lengths):
     return PagedView(cache, seqs)
 
 
-@pytest.mark.parametrize(
-    ("spec", "lengths", "wanted"),
-    [
-        # One row begins a page, and packs a tile.
-        ("turboquant:bits=4,window=4", (61, 7), [1, 1, 1, 1, 1]),
-        # One row packs a group with its sinks.
-        ("kivi:bits=2,group=32/int:bits=8,window=0", (93, 30), [1, 1, 0, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "lengths", "wanted"), [
+    # One row begins a page, and packs a tile.
+    ("turboquant:bits=4,window=4", (61, 7), [1, 1, 1, 1, 1]),
+    # One row packs a group with its sinks.
+    ("kivi:bits=2,group=32/int:bits=8,window=0", (93, 30), [1, 1, 0, 1, 1]),
+])  # fmt: skip
 def test_rows_on_pages_step_together(spec, lengths, wanted, triton_backend):
     generator = torch.Generator().manual_seed(6)
     views, taken = [filled(spec, backend, lengths) for backend in ("triton", "torch")], []

@@ -74,22 +74,12 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
     return Given(table.to(DEVICE), flags, *sides, q)
 
 
-@pytest.mark.parametrize(
-    ("specs", "held", "new", "dtype", "keeps"),
-    [
-        (
-            ("turboquant:bits=4", "int:bits=8,zero=true"),
-            (3, 31),
-            1,
-            torch.bfloat16,
-            ((1, 1), (1, 1)),
-        ),
-        (("fp8", "turboquant:bits=3"), (127, 250), 3, torch.float16, ((0, 1), (1, 0))),
-        (("int:bits=4", "fp8:scale=none"), (62, 200), 6, torch.float32, ((1, 0), (1, 1))),
-        (("kivi:bits=2,group=32", "int:bits=8"), (40, 5), 2, torch.float32, ((1, 0), (1, 0))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("specs", "held", "new", "dtype", "keeps"), [
+    (("turboquant:bits=4", "int:bits=8,zero=true"), (3, 31), 1, torch.bfloat16, ((1, 1), (1, 1))),
+    (("fp8", "turboquant:bits=3"), (127, 250), 3, torch.float16, ((0, 1), (1, 0))),
+    (("int:bits=4", "fp8:scale=none"), (62, 200), 6, torch.float32, ((1, 0), (1, 1))),
+    (("kivi:bits=2,group=32", "int:bits=8"), (40, 5), 2, torch.float32, ((1, 0), (1, 0))),
+], ids=str)  # fmt: skip
 def test_tokens_are_taken_behind_what_each_row_holds(specs, held, new, dtype, keeps):
     one = given(specs, held, new, dtype, keeps)
     assert one.take() == [True, True]
@@ -112,23 +102,19 @@ def test_tokens_are_taken_behind_what_each_row_holds(specs, held, new, dtype, ke
                     assert same_bytes(numbers[0], found[name][row])
 
 
-@pytest.mark.parametrize(
-    ("specs", "side", "number", "good"),
-    [
-        (("turboquant:bits=4", "int:bits=8"), "k", torch.nan, False),
-        (("turboquant:bits=4", "int:bits=8"), "v", -torch.inf, False),
-        (("turboquant:bits=4", "int:bits=8"), "q", torch.inf, False),
-        (("turboquant:bits=4", "int:bits=8"), "q", 1e30, True),
-        # The scale of so large a number is beyond fp16, and of a little less it is not.
-        (("turboquant:bits=4", "int:bits=8"), "v", 8.4e6, False),
-        (("turboquant:bits=4", "int:bits=8"), "v", 8.3e6, True),
-        (("kivi:bits=2,group=32", "int:bits=8"), "k", 65_600.0, False),
-        # The norm counts, not the number.
-        (("turboquant:bits=4,center=64", "int:bits=8"), "k", 20_100.0, False),
-        (("trellis:bits=4,first=false,weights=false,blocks=false", "fp8"), "k", 64_000.0, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("specs", "side", "number", "good"), [
+    (("turboquant:bits=4", "int:bits=8"), "k", torch.nan, False),
+    (("turboquant:bits=4", "int:bits=8"), "v", -torch.inf, False),
+    (("turboquant:bits=4", "int:bits=8"), "q", torch.inf, False),
+    (("turboquant:bits=4", "int:bits=8"), "q", 1e30, True),
+    # The scale of so large a number is beyond fp16, and of a little less it is not.
+    (("turboquant:bits=4", "int:bits=8"), "v", 8.4e6, False),
+    (("turboquant:bits=4", "int:bits=8"), "v", 8.3e6, True),
+    (("kivi:bits=2,group=32", "int:bits=8"), "k", 65_600.0, False),
+    # The norm counts, not the number.
+    (("turboquant:bits=4,center=64", "int:bits=8"), "k", 20_100.0, False),
+    (("trellis:bits=4,first=false,weights=false,blocks=false", "fp8"), "k", 64_000.0, False),
+], ids=str)  # fmt: skip
 def test_a_flag_tells_of_a_row_that_can_not_be_stored(specs, side, number, good):
     one = given(specs, (40, 40), 2)
     x = one.q if side == "q" else getattr(one, side).x

@@ -1,7 +1,5 @@
 """Encoding of trellises by the Triton kernels gives the torch body's bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from encode_compare import (
@@ -35,18 +33,15 @@ def encoder(codec) -> TritonEncoder:
     return TritonEncoder(codec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "side", "dim", "count", "start", "dtype"),
-    [
-        ("trellis:bits=3", "k", 64, 64, 64, torch.bfloat16),
-        *slow(("trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16)),
-        ("trellis:bits=2,weights=false,blocks=false", "k", 36, 64, 0, torch.float32),
-        (f"trellis:bits=1,{_PLAIN}", "k", 32, 3, 31, torch.float32),
-        (f"trellis:bits=4,states=8,{_PLAIN}", "k", 16, 3, 30, torch.float32),
-        (f"trellis:bits=6,{_PLAIN}", "v", 20, 7, 60, torch.bfloat16),
-        (V3, "v", 33, 40, 100, torch.float16),
-    ],
-)
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), [
+    ("trellis:bits=3", "k", 64, 64, 64, torch.bfloat16),
+    *slow(("trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16)),
+    ("trellis:bits=2,weights=false,blocks=false", "k", 36, 64, 0, torch.float32),
+    (f"trellis:bits=1,{_PLAIN}", "k", 32, 3, 31, torch.float32),
+    (f"trellis:bits=4,states=8,{_PLAIN}", "k", 16, 3, 30, torch.float32),
+    (f"trellis:bits=6,{_PLAIN}", "v", 20, 7, 60, torch.bfloat16),
+    (V3, "v", 33, 40, 100, torch.float16),
+])  # fmt: skip
 def test_bytes(spec, side, dim, count, start, dtype):
     (x,), _ = treated_pieces(spec, side, dim, count, 0, dtype)
     x = x[:1, :1, :count]
@@ -78,10 +73,8 @@ def test_tokens_behind_what_only_the_device_knows():
     """Rows of unlike lengths, each at its own place."""
     codec = codec_of(V3, "v", 8, torch.float32)
     tokens = torch.randn(2, 1, 3, 8, generator=torch.Generator().manual_seed(2))
-    segments = [
-        {f.name: f.allocate(2, 1, SEGMENT, torch.device("cpu")) for f in codec.fields}
-        for _ in range(2)
-    ]
+    place = (2, 1, SEGMENT, torch.device("cpu"))
+    segments = [{f.name: f.allocate(*place) for f in codec.fields} for _ in range(2)]
     held, tables = (127, 30), slots_of(codec, tokens.device)
     slots = Places.of(tables.known, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
     form, counts = tables.known, torch.tensor([[n, 7] for n in held])

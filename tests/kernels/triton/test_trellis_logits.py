@@ -1,7 +1,5 @@
 """Products of treated queries and stored numbers, and of bases, are those of decoded keys."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

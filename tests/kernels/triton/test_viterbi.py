@@ -1,7 +1,5 @@
 """The Viterbi algorithm of kernels finds the codes of `quantizers.trellis`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

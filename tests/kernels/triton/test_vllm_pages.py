@@ -91,13 +91,7 @@ def run(layer, sequences, counts):
     return given[-1].cpu(), torch.cat([s.right for s in sequences])
 
 
-BATCHES = (
-    ([0], [31]),
-    ([0, 1], [1, 11]),
-    ([0, 1], [1, 1]),
-    ([0, 1], [1, 1]),
-    ([1, 0], [3, 1]),
-)
+BATCHES = (([0], [31]), ([0, 1], [1, 11]), ([0, 1], [1, 1]), ([0, 1], [1, 1]), ([1, 0], [3, 1]))
 """Which sequences, and how many tokens of each: prompts, chunks, steps that begin a page."""
 
 
@@ -193,8 +187,7 @@ def test_a_sequence_is_cut_at_the_batch_after_its_tokens_could_not_be_held(make)
     given[2][1, 0, 3] = torch.inf
     watch.rows = given[0]
     layer.step(*given, SCALE)
-    assert watch.read() == [given[0][0]]
-    assert watch.read() == []
+    assert watch.read() == [given[0][0]] and watch.read() == []
     out, right = run(layer, [bad, other], [1, 1])
     assert out[0].isnan().all()
     assert close(out[1], right[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["kvpact.snapshot", "kvpact.cache.saved"]):
+with atheris.instrument_imports(include=["kvpact.snapshot", "kvpact.cache.layer.states"]):
     importlib.import_module("kvpact")
 
 sys.path.insert(0, str(Path(__file__).parent))

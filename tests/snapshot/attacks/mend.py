@@ -8,28 +8,8 @@ from kvpact.snapshot.container import _root
 from kvpact.snapshot.header import dump_json
 
 VALUES = [
-    0,
-    1,
-    2,
-    3,
-    4,
-    31,
-    32,
-    33,
-    64,
-    67,
-    96,
-    2**31,
-    2**40,
-    2**62,
-    -1,
-    None,
-    True,
-    "",
-    "F16",
-    [],
-    {},
-]
+    0, 1, 2, 3, 4, 31, 32, 33, 64, 67, 96, 2**31, 2**40, 2**62, -1, None, True, "", "F16", [], {},
+]  # fmt: skip
 
 
 def mended(data: bytes) -> bytes:

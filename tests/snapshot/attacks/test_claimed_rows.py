@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, create_cache, errors
-from kvpact.cache.saved import restored_layer
+from kvpact.cache.layer.states import restored_layer
 
 
 def test_nothing_is_allocated_for_rows_that_a_file_only_claims():
@@ -22,9 +22,5 @@ def test_nothing_is_allocated_for_rows_that_a_file_only_claims():
         huge.append(replace(stream, slots=slots, packed=0, start=0, tail=tail, sinks=None))
     empty = create_cache("int:bits=8", geometry)
     with pytest.raises(errors.FormatError, match="number of sinks"):
-        restored_layer(
-            empty.entry(0).empty(),
-            replace(layer, streams=tuple(huge)),
-            torch.device("cpu"),
-            shared=False,
-        )
+        claimed = replace(layer, streams=tuple(huge))
+        restored_layer(empty.entry(0).empty(), claimed, torch.device("cpu"), shared=False)

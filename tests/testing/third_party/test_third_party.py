@@ -22,28 +22,21 @@ BROKEN = {
     "TestHidingInACache": {"test_memory_is_what_is_held"},
     "TestNotANumber": {"test_hard_input_is_finite_or_refused"},
     "TestUndeclared": {"test_arrays_are_as_declared"},
-    "TestThawed": {"test_methods_are_frozen_and_hashable"},
-    "TestBlank": {"test_distortion"},
+    "TestThawed": {"test_methods_are_frozen_and_hashable"}, "TestBlank": {"test_distortion"},
     "TestDirty": {"test_unused_slots_are_zero_and_never_read", "test_a_cut_group_continues"},
     "TestSharingFork": {"test_forks_are_independent"},
-    "TestUndercounting": {"test_memory_is_what_is_held"},
-    "TestHalfStoring": {"test_wrong_tensors"},
+    "TestUndercounting": {"test_memory_is_what_is_held"}, "TestHalfStoring": {"test_wrong_tensors"},
     "TestRelearning": {"test_nothing_stays_in_the_codec", "test_pieces_are_the_whole"},
     "TestRelearningOnPages": {"test_pieces_are_the_whole", "test_rows_are_independent"},
     "TestInPlace": {"test_fit_returns_another_codec"},
     "TestSecret": {"test_state_is_all_that_was_learnt"},
     "TestSecretInACache": {"test_memory_is_what_is_held"},
     "TestTrusting": {"test_wrong_states_are_refused"},
-}
+}  # fmt: skip
 GOOD = {
-    "TestTernary",
-    "TestTernaryInACache",
-    "TestTernaryOnPages",
-    "TestScaled",
-    "TestScaledInACache",
-    "TestScaledOnPages",
-    "TestListCache",
-}
+    "TestTernary", "TestTernaryInACache", "TestTernaryOnPages", "TestScaled", "TestScaledInACache",
+    "TestScaledOnPages", "TestListCache",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +62,9 @@ def run(site, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=site,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, *arguments], cwd=site, env=environment, capture_output=True, text=True,
         timeout=500,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,29 @@ from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
-from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
-from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.evict import Evicting
-from kvpact.integrations.transformers.facts import (
+from kvpact.integrations.transformers.held.gaps import gaps_of
+from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
+from kvpact.integrations.transformers.held.told import BEFORE, PLAIN
+from kvpact.integrations.transformers.layers.engine_layers import (
+    CrossAttentionLayer,
+    checked,
+    restore_records,
+    saved,
+)
+from kvpact.integrations.transformers.layers.entries import EntriesLayer, entries_class
+from kvpact.integrations.transformers.layers.full import CompressedHybridLayer, CompressedLayer
+from kvpact.integrations.transformers.layers.indexed import CompressedIndexedLayer
+from kvpact.integrations.transformers.layers.made_keys import (
+    CompressedValueLayer,
+    check_positions,
+    key_makers,
+)
+from kvpact.integrations.transformers.layers.rings import restored_rings, ring_spec
+from kvpact.integrations.transformers.layers.sliding import CompressedSlidingLayer, rings_of
+from kvpact.integrations.transformers.model.budget import model_budget
+from kvpact.integrations.transformers.model.facts import (
     CROSS,
     ENTRIES,
     INDEXED,
@@ -32,27 +50,9 @@ from kvpact.integrations.transformers.facts import (
     check_heads,
     layer_facts,
 )
-from kvpact.integrations.transformers.fallback import FallbackWarning
-from kvpact.integrations.transformers.gaps import gaps_of
-from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
-from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
-from kvpact.integrations.transformers.made_keys import (
-    CompressedValueLayer,
-    check_positions,
-    key_makers,
-)
-from kvpact.integrations.transformers.offsets import offsets_of
-from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
-from kvpact.integrations.transformers.records import (
-    CrossAttentionLayer,
-    checked,
-    restore_records,
-    saved,
-)
-from kvpact.integrations.transformers.shared import BatchCache, SharedState
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
-from kvpact.integrations.transformers.told import BEFORE, PLAIN
+from kvpact.integrations.transformers.model.fallback import FallbackWarning
+from kvpact.integrations.transformers.model.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.model.offsets import offsets_of
 from kvpact.integrations.transformers.versions import (
     LAYER_CLASSES,
     PreTrainedConfig,

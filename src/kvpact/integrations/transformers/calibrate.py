@@ -11,14 +11,14 @@ from torch import Tensor
 from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
 from kvpact.errors import GeometryError
 from kvpact.integrations.fingerprint import model_fingerprint
-from kvpact.integrations.transformers.facts import SLIDING
-from kvpact.integrations.transformers.offsets import (
+from kvpact.integrations.transformers.attention.seen import SeenLayer, seen_attention
+from kvpact.integrations.transformers.model.facts import SLIDING
+from kvpact.integrations.transformers.model.offsets import (
     key_layout,
     key_offsets,
     modules_named,
     rope_by_length,
 )
-from kvpact.integrations.transformers.record import SeenLayer, seen_attention
 from kvpact.integrations.transformers.versions import configs_by_layer
 from kvpact.integrations.weights import gathers, input_device, part_of, read_if_known
 from kvpact.kernels import RowOffset

@@ -17,8 +17,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.facts import layer_facts
-from kvpact.integrations.transformers.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.model.facts import layer_facts
+from kvpact.integrations.transformers.model.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.served import ServedCalls, tell_of_exact, watch_no_calls
 from kvpact.integrations.transformers.versions import (
     CACHE,

@@ -13,22 +13,26 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpact.cache.paged_view import PagedView
-from kvpact.cache.room import Moment
-from kvpact.cache.rows import check_rows, refuse_pickling
+from kvpact.cache.batch.rows import check_rows, refuse_pickling
+from kvpact.cache.layer.moment import Moment
+from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers import versions
-from kvpact.integrations.transformers.attention import choose_attention
-from kvpact.integrations.transformers.handles import untraced
-from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
-from kvpact.integrations.transformers.latent import hand_on
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.made_keys import CompressedValueLayer
-from kvpact.integrations.transformers.records import check_removable, forget, records_of
-from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
+from kvpact.integrations.transformers.attention.forward import choose_attention
+from kvpact.integrations.transformers.held.handles import untraced
+from kvpact.integrations.transformers.held.shared import BatchCache, SharedState, remove_last
+from kvpact.integrations.transformers.layers.engine_layers import (
+    check_removable,
+    forget,
+    records_of,
+)
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.layers.indexed import CompressedIndexedLayer
+from kvpact.integrations.transformers.layers.latent import hand_on
+from kvpact.integrations.transformers.layers.made_keys import CompressedValueLayer
+from kvpact.integrations.transformers.layers.sliding import CompressedSlidingLayer
 from kvpact.integrations.transformers.versions import LinearAttentionCacheLayerMixin
 
 REMEDY = (

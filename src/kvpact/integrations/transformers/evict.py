@@ -14,9 +14,9 @@ from kvpact.cache import ContiguousCache
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers.engine_cache import TransformersCache
-from kvpact.integrations.transformers.gaps import Gaps
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.records import tokens_held
+from kvpact.integrations.transformers.held.gaps import Gaps
+from kvpact.integrations.transformers.layers.engine_layers import tokens_held
+from kvpact.integrations.transformers.layers.full import CompressedLayer
 
 
 class Evicting(TransformersCache):

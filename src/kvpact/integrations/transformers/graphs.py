@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpact.cache.held import Held
-from kvpact.cache.layer import CacheLayer
-from kvpact.cache.quick import counted
-from kvpact.cache.room import rewind
+from kvpact.cache.layer.held import Held
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.moment import rewind
+from kvpact.cache.layer.quick import counted
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.versions import named

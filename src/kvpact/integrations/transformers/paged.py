@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpact.cache.paged import PagedKVCache
-from kvpact.cache.paged_view import PagedView
+from kvpact.cache.paged.cache import PagedKVCache
+from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import TransformersCache, may_cross_attend
-from kvpact.integrations.transformers.facts import layer_facts
-from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kvpact.cache.codecs import Calibration
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.stream.codecs import Calibration
 from kvpact.errors import GeometryError, MismatchError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import (
     model_fingerprint,
@@ -19,10 +19,10 @@ from kvpact.integrations.fingerprint import (
     weights_seen,
 )
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
-from kvpact.integrations.transformers.offsets import entries, rope_by_length
-from kvpact.integrations.transformers.records import record_shapes
-from kvpact.integrations.transformers.told import watch
+from kvpact.integrations.transformers.held.told import watch
+from kvpact.integrations.transformers.layers.engine_layers import record_shapes
+from kvpact.integrations.transformers.model.facts import ENTRIES, layer_facts
+from kvpact.integrations.transformers.model.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.versions import named
 from kvpact.integrations.weights import input_device, part_of
 from kvpact.prefixes import PrefixCache, Tokens, token_ids

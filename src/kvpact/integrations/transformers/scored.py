@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.layers.full import CompressedLayer
 from kvpact.integrations.transformers.versions import given_cache
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Cache
 
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.fallback import FallbackWarning
+from kvpact.integrations.transformers.model.fallback import FallbackWarning
 from kvpact.integrations.transformers.versions import CACHE, given_cache
 
 

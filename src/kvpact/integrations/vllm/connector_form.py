@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 
-from kvpact.cache.saved import PAGE_TOKENS
+from kvpact.cache.layer.states import PAGE_TOKENS
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import Learnt

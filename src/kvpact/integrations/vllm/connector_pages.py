@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.pages import PageSource
+from kvpact.cache.paged.pool import PageSource
 from kvpact.errors import GeometryError
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.kernels import Plan, Segment, StreamPlan

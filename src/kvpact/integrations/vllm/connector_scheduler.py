@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-from kvpact.cache.prefixes import page_keys
+from kvpact.cache.paged.sharing import page_keys
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
     Load,

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
-from kvpact.cache.codecs import latent_spec
+from kvpact.cache.stream.codecs import latent_spec
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, stored_backend
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file

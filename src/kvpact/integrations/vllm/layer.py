@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.pages import PageSource
-from kvpact.cache.segments import clear_segment
+from kvpact.cache.paged.pool import PageSource
+from kvpact.cache.stream.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.integrations.vllm.damage import Damage, storable

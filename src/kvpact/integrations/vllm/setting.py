@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvpact.cache.codecs import codec_of
+from kvpact.cache.stream.codecs import codec_of
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry

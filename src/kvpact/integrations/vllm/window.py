@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.cache.stream.advance import advance
 from kvpact.kernels import TokenMemory
 
 _CPU = torch.device("cpu")
@@ -130,7 +131,8 @@ class WindowPool:
 
     def exact_from(self, windows: Sequence[Window]) -> list[int]:
         """Return the first token that the sequence of each window attends exactly."""
-        return [max(window.first, window.end - self.width) for window in windows]
+        width = self.width
+        return [advance(x.packed, x.first, x.end, 0, 0, 1, width).tail for x in windows]
 
     def make_room(self, windows: Sequence[Window]) -> None:
         """Make room for one more token after each window: all are moved when one has to be."""

@@ -107,7 +107,7 @@ struct Learner {
         known.first = s.first;
     }
 
-    // The mean over the queries of a head, each energy rounded to 8 bits as if it had waited (cache/parts.py).
+    // The mean over the queries of a head, each energy rounded to 8 bits as if it had waited (cache/stream/energies.py).
     void mean_energy() {
         const int64_t groups = a.q_heads / a.heads;
         for (int c = 0; c < dim; c++) s.sum[c] = 0;

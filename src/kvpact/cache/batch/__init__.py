@@ -1,0 +1,1 @@
+"""Caches whose rows lie side by side: contiguous ones and those of MLA latents."""

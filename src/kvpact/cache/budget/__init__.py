@@ -1,0 +1,1 @@
+"""A budget of bytes: which layer takes the next spec at which length."""

@@ -1,0 +1,173 @@
+"""The first tokens of a layer like those of another one, stored in one call of a backend.
+
+The ordinary way (`CacheLayer.prepare`) defines it, and stores the first layer's. What was found out
+there about shapes and places holds for the others; what they will hold is made for all of them at
+once. So no object that lives on is made between a model's activations, which would pin what these
+leave free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvpact.cache.stream.segments import SegmentList
+from kvpact.cache.stream.stream import Stream
+from kvpact.kernels import (
+    Plan,
+    PromptPlace,
+    PromptRunner,
+    PromptSide,
+    StreamPlan,
+    TokenMemory,
+    giving_back,
+    surely_stored,
+)
+from kvpact.methods import Codec
+
+Rest = tuple[SegmentList, TokenMemory, Tensor | None]
+"""Slots, the tail's memory and sinks."""
+
+
+def alike_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | None) -> Any:
+    """Return what first tokens have in common with those of other layers; None: nothing."""
+    first, second = before
+    if first.offset is not None or first.codec.state() or second.codec.state():
+        return None
+    queries = None if q is None else (q.shape, q.dtype)
+    # Such streams stay in `Compute.empty`, so that their addresses stay theirs.
+    return id(first), id(second), k.shape, v.shape, k.dtype, queries
+
+
+class Ready(NamedTuple):
+    """What a layer will hold, without its numbers; `place`: where they go."""
+
+    k: Stream
+    v: Stream
+    plan: Plan
+    place: Any
+
+
+class Side(NamedTuple):
+    """K or V behind first tokens.
+
+    - `empty`, `packed`, `start`: the stream before; how many are packed; where the tail starts.
+    - `store`: for their slots.
+    - `shape`, `length`: of the tail, `[B, H, n, D]`; all tokens.
+    - `limit`: the largest magnitude that is surely stored.
+    """
+
+    empty: Stream
+    packed: int
+    start: int
+    store: SegmentList
+    shape: tuple[int, ...]
+    length: int
+    limit: float
+
+    @classmethod
+    def of(cls, empty: Stream, held: Stream) -> Side | None:
+        """Return what a stream that holds first tokens has in common with others."""
+        if held.offset is not None or not isinstance(held.store, SegmentList):
+            return None
+        batch, heads, _, dim = held.memory.tensor.shape
+        start, length = held.tail_start, held.length
+        if length < held.num_sinks:
+            return None
+        limit, shape = surely_stored(held.plan, dim), (batch, heads, length - start, dim)
+        return cls(empty, held.packed, start, held.store.emptied(), shape, length, limit)
+
+    def told(self, x: Tensor, held: Stream) -> PromptSide:
+        """Return what a backend is told of it, and of tokens like those to come."""
+        count = held.num_sinks
+        apart = count if held.codec.group > 1 else 0
+        sinks = count if self.start else 0
+        return PromptSide(x, self.packed, self.start, sinks, apart, held.store.source())
+
+    def place(self) -> tuple[Rest, PromptPlace]:
+        """Return what a layer's stream is going to hold, and where its tokens go."""
+        like, (batch, heads, _, dim) = self.empty.memory.tensor, self.shape
+        store, tail, sinks = self.store.filled(), like.new_empty(self.shape), None
+        if self.start and self.empty.num_sinks:
+            sinks = like.new_empty(batch, heads, self.empty.num_sinks, dim)
+        place = PromptPlace(store.table(), tail, sinks)
+        return (store, TokenMemory(tail, self.start), sinks), place
+
+    def stream(self, codec: Codec, plan: StreamPlan, rest: Rest) -> Stream:
+        """Return what the empty stream becomes."""
+        empty, (store, memory, sinks) = self.empty, rest
+        packed, start, length, count = self.packed, self.start, self.length, empty.num_sinks
+        return Stream(
+            codec, empty.window, plan, store, packed, memory, start, length, 0, sinks, count
+        )
+
+
+class Prompt:
+    """What is alike in layers behind first tokens: K and V, before anything is learnt.
+
+    `layers`: how many of them are expected.
+    """
+
+    def __init__(
+        self, sides: tuple[Side, Side], plan: Plan, runner: PromptRunner, layers: int
+    ) -> None:
+        self._sides, self._plan, self._runner = sides, plan, runner
+        self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
+
+    @classmethod
+    def like(
+        cls,
+        before: tuple[Stream, Stream],
+        after: tuple[Stream, Stream],
+        plan: Plan,
+        call: Sequence[Tensor | None],
+        layers: int,
+    ) -> Prompt | None:
+        """Return that of layers like one whose streams a `call`, of k, v and q, filled."""
+        sides = tuple(map(Side.of, before, after))
+        (k, v), (x, y, q), learns = after, call, not before[0].codec.ready
+        if None in sides or x is None or y is None:
+            return None
+        if learns and not k.codec.ready and k.length > k.learning[0]:
+            return None  # it has queries to remember
+        if learns and k.codec.ready and (k.learning[0] < k.num_sinks or k.length < k.learning[1]):
+            return None
+        first, second = sides
+        assert first is not None and second is not None
+        told = first.told(x, k), second.told(y, v)
+        runner = plan.prompt(told, q if learns and k.codec.ready else None, k.learning)
+        return None if runner is None else cls((first, second), plan, runner, layers)
+
+    def take(self, call: Sequence[Tensor | None], sizes: Sequence[float]) -> Ready | None:
+        """Return what another layer holds after its call; None: the ordinary way decides."""
+        k, v, q = call
+        assert k is not None and v is not None
+        if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
+            return None
+        with self._lock:  # layers may be given to threads
+            if not self._ready:
+                with giving_back(0):
+                    self._ready = [self._made() for _ in range(max(self._layers, 1))]
+                self._layers = 0
+            ready = self._ready.pop()
+        if not self._runner.run(ready.place, k, v, q):
+            return None
+        k_side, v_side = self._sides
+        encoded = (k_side.packed > 0) + (v_side.packed > 0)
+        learnt = int(ready.k.codec is not k_side.empty.codec)
+        self._plan.count(encode=encoded, learn=learnt)
+        return ready
+
+    def _made(self) -> Ready:
+        k_side, v_side = self._sides
+        (k_rest, k_place), (v_rest, v_place) = k_side.place(), v_side.place()
+        codec, place = self._runner.place(k_place, v_place)
+        plan, k_plan, v = self._plan, k_side.empty.plan, v_side.empty
+        if codec is not k_side.empty.codec:
+            k_plan = k_plan.for_codec(codec)
+            plan = plan.after(k_plan)
+        k_stream = k_side.stream(codec, k_plan, k_rest)
+        return Ready(k_stream, v_side.stream(v.codec, v.plan, v_rest), plan, place)

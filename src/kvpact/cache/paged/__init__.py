@@ -1,0 +1,1 @@
+"""Pages that sequences share, and the views that attend over them."""

@@ -1,0 +1,1 @@
+"""The attention that a model calls over compressed layers, and what it sees of weights."""

@@ -1,0 +1,360 @@
+"""New tokens of one layer, between the model's `update` and the attention that uses them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from itertools import starmap
+from typing import Any
+from weakref import proxy, ref
+
+import torch
+from torch import Tensor
+
+from kvpact.cache import ContiguousCache
+from kvpact.cache.checks import DTYPES
+from kvpact.cache.layer.moment import Moment
+from kvpact.cache.layer.stored import Step
+from kvpact.cache.layer.wait import Wait
+from kvpact.cache.paged.view import PagedView
+from kvpact.contract import AttendConfig, DequantResult
+from kvpact.errors import KVPactError, StaleResult
+from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.model.fallback import say_once
+from kvpact.integrations.transformers.model.offsets import tell_of_bias
+from kvpact.kernels import AttendCall
+from kvpact.kernels.torch.attend import attend
+
+DENSE = torch.contiguous_format
+
+
+_read = threading.local()
+"""`last`: the tokens that this thread's last `update` gave to a model as they are."""
+
+
+def read_before_stored(k: Tensor) -> NewTokens | None:
+    """Return the tokens that `k` is of, or was just made of, where they are not stored yet."""
+    last: ref[NewTokens] | None = getattr(_read, "last", None)
+    if last is None:
+        return None
+    _read.last, tokens = None, last()
+    if tokens is None or (tokens.k if tokens.expanded is None else tokens.expanded()) is not k:
+        return None
+    return tokens if tokens.fresh else None
+
+
+class NewTokens:
+    """The tokens of one `update`, stored when they are first used: what a handle stands for.
+
+    The attention function knows the padding of each row and `update` does not; so storing waits
+    for whichever comes first: attention, which stores nothing if it refuses, decompression, or the
+    layer's next call. Other layers that attend to them, too (`again`), see the same past.
+    """
+
+    # Made in every layer of every step: with slots it takes less time.
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_as_read",
+        "_cache",
+        "_dtypes",
+        "_layer",
+        "_parts",
+        "_step",
+        "_wait",
+        "_widths",
+        "expanded",
+        "k",
+        "shared",
+        "total",
+        "v",
+    )
+
+    by_steps = False
+    """Whether tokens are stored first, and then attended to (`_over`)."""
+
+    def __init__(
+        self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
+    ) -> None:
+        self._dtypes = k_dtype, v_dtype = k.dtype, v.dtype
+        self._widths = k.shape[3], v.shape[3]
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
+        if v.shape[3] == 0:  # latents of a layer without RoPE (GLM-5): a zero stands for it
+            v = v.new_zeros(*v.shape[:3], 1)
+        cache = shared.held[layer]
+        if cache is None:
+            k, v = as_stored(k, v, None)
+            cache = shared.cache_for(layer, k, v)
+        elif not k_dtype is v_dtype is cache.geometry.dtype:
+            k, v = as_stored(k, v, cache.geometry.dtype)
+        self.k, self.v, self.shared, self._layer, self._cache = k, v, shared, layer, cache
+        self.total = cache.seq_len(layer) + k.shape[2]
+        self._parts: tuple[Tensor, Tensor] | None = None
+        self._again = again
+        self._step: Step | None = None
+        self._wait: Wait | None = None
+        self._as_read: ref[NewTokens] | None = None
+        self.expanded: ref[Tensor] | None = None
+        shared.waiting[layer] = self
+
+    unseen = 0
+    """Tokens held that no query of these sees, by how attention slides."""
+
+    def as_held(
+        self, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return a mask, and what comes with it, for all tokens that are held."""
+        if mask is not None and self.shared.gaps.ranges:
+            past = mask[..., : self.total - self.k.shape[2]]
+            seen = past if past.dtype == torch.bool else past > torch.finfo(past.dtype).min / 2
+            if not bool(seen.all()):
+                raise KVPactError(
+                    "a mask hides tokens of a cache that has dropped some: leave attention_mask "
+                    "out, or evict what it hides"
+                )
+        return mask, kwargs
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on, which were not stored."""
+        if self._wait is None or not length:
+            self.shared.waiting[self._layer] = None
+        elif length < self.total:
+            self._hold(self.k[:, :, :length].clone(), self.v[:, :, :length].clone())
+
+    def _hold(self, k: Tensor, v: Tensor) -> None:
+        """Hold other tokens, all at once: in one call of C no interrupt is delivered."""
+        news = (("k", k), ("v", v), ("total", k.shape[2]))
+        deque(starmap(setattr, [(self, *new) for new in news]), maxlen=0)
+
+    @property
+    def whole(self) -> bool:
+        """True if these are all tokens of an exact layer, which wait as they are."""
+        return self._wait is not None
+
+    @property
+    def _waits(self) -> bool:
+        """True while nothing has used these tokens."""
+        return self.shared.waiting[self._layer] is self
+
+    @property
+    def _is_last(self) -> bool:
+        """True if these are the last layer's: NaN of a layer before comes as far."""
+        return self._layer + 1 == len(self.shared.waiting)
+
+    def wait_whole(self, k: Tensor, v: Tensor) -> bool:
+        """Let a cache's first tokens wait, and be read, as they are; False where they can't."""
+        shared, cache = self.shared, self._cache
+        if not shared.may_wait or not isinstance(cache, ContiguousCache):
+            return False
+        if self._again or cache.geometry.latent or not shared.exact_new or shared.key_offsets:
+            return False
+        if not k.dtype is v.dtype is cache.geometry.dtype or k.is_meta or type(k) is not Tensor:
+            return False
+        wait = shared.wait_of(cache, self._layer, k, v)
+        if not wait.holds(0, k, v) or (self._is_last and not wait.fits(k, v)):
+            return False
+        # Copies, since a view would keep more memory alive.
+        self._hold(k.clone(memory_format=DENSE), v.clone(memory_format=DENSE))
+        # These stay from call to call: a cycle would keep them until garbage is collected.
+        self.shared = proxy(shared)
+        self._wait, self._as_read = wait, ref(self)
+        _read.last = self._as_read
+        return True
+
+    def grow(self, k: Tensor, v: Tensor) -> bool:
+        """Append the tokens of another call to those that wait; False where they can't wait."""
+        wait = self._wait
+        if wait is None or not wait.holds(self.total, k, v):
+            return False
+        if self._is_last and not wait.fits(k, v):
+            return False
+        try:
+            both = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        except RuntimeError:  # of other shapes: what stores them says so
+            return False
+        self._hold(*both)
+        _read.last = self._as_read
+        return True
+
+    def fits(self, held: int) -> bool:
+        """Return whether the tokens after the first `held` can surely be stored later."""
+        wait = self._wait
+        return wait is None or wait.fits(self.k[:, :, held:], self.v[:, :, held:])
+
+    def wait_again(self) -> None:
+        """Let tokens wait that waited whole and were stored just now."""
+        assert isinstance(self._cache, ContiguousCache)
+        self._cache.reset(self._layer)
+        self.shared.waiting[self._layer] = self
+
+    def read_as(self, k: Tensor) -> None:
+        """Note that attention is about to read `k`, which was made of these tokens."""
+        _read.last, self.expanded = ref(self), ref(k)
+
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the past and these tokens, and store them; all or nothing."""
+        if q.dtype not in DTYPES:
+            return self.attend(q.float(), config).to(q.dtype)
+        if self.shared.waiting[self._layer] is not self:
+            if self._step is not None:
+                return self._over(self._step, q, config)
+            k, v = self._all()
+            latent = self._cache.geometry.latent
+            return attend(AttendCall(None, k, v, q, config, config.padding, latent))
+        self._use()
+        output: Tensor
+        try:
+            if (self._again or self.by_steps) and isinstance(self._cache, ContiguousCache):
+                output = self._stored_step(self._cache, q, config)
+            else:
+                output = self._cache.attend(self._layer, k=self.k, v=self.v, q=q, config=config)
+            return output
+        except BaseException:
+            self.shared.handles = None  # they refer to these tokens
+            raise
+
+    def _over(self, step: Step, q: Tensor, config: AttendConfig) -> Tensor:
+        return step.attend(q, config)
+
+    def _stored_step(self, cache: ContiguousCache, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend, and keep what other layers attend to, too."""
+        before = Moment.of(cache.entry(self._layer))
+        learns = q if self.k.shape[3] else None  # queries that meet the keys held
+        step = cache.store(self._layer, k=self.k, v=self.v, config=config, q=learns)
+        try:
+            output = self._over(step, q, config)
+        except BaseException:
+            before.restore()
+            raise
+        self._step = step
+        return output
+
+    def store(self, padding: Tensor | None = None) -> DequantResult:
+        """Store the tokens; return K and V of all, decompressed when read."""
+        self._use()
+        self.shared.handles = None  # nothing but the model keeps what is decompressed
+        config = AttendConfig(padding=padding, exact_new=self.shared.exact_new)
+        try:
+            return self._cache.prefill(self._layer, self.k, self.v, None, config)
+        except BaseException:
+            if self._wait is not None:  # the model has read them: they are held, if not stored
+                self.shared.waiting[self._layer] = self
+            raise
+
+    def _use(self) -> None:
+        # From now on only the handles, which live as long as the model's layer looks at them, keep
+        # the exact tokens; those that can't be stored are dropped with the error.
+        shared = self.shared
+        shared.waiting[self._layer] = None
+        if self._layer + 1 == len(shared.waiting):
+            shared.end_call()
+
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed, in the new ones' dtype."""
+        index = 0 if side == "k" else 1
+        whole = (self.k, self.v) if self.fresh else self._all()
+        return whole[index].to(self._dtypes[index])[..., : self._widths[index]]
+
+    def _all(self) -> tuple[Tensor, Tensor]:
+        if self._parts is None:
+            if self._waits:
+                self._require_one_length()
+                result = self.store()
+            elif self._step is not None:
+                result = self._step.dequantize(None, AttendConfig())
+            else:
+                self._parts = self._whole("k", self.k), self._whole("v", self.v)
+                return self._parts
+            self._parts = result.k, result.v
+            if self._cache.geometry.latent:  # `c_kv` and `k_rope`: its K is both side by side
+                self._parts = result.v, result.k[..., self.k.shape[-1] :]
+        return self._parts
+
+    def _whole(self, side: str, new: Tensor) -> Tensor:
+        """Return K or V of all tokens, which are stored: the past as it is held now."""
+        cache, begin = self._cache, self.total - new.shape[2]
+        if isinstance(cache, PagedView):
+            raise KVPactError(
+                "these tokens were used already: a model that reads K and V of a layer twice can't "
+                "run on a paged batch; use CompressedCache"
+            )
+        if cache.seq_len(self._layer) < self.total:
+            raise StaleResult("the cache was rolled back or reset since; call the model again")
+        whole = cache.dequantize(self._layer, side)[:, :, : self.total]
+        if self.shared.exact_new:
+            whole[:, :, begin:] = new
+        return whole
+
+    def _lengths(self) -> list[int]:
+        """Return the tokens that each row of a paged cache held before these."""
+        cache = self._cache
+        if not isinstance(cache, PagedView) or cache.seqs is None:
+            return []
+        return [cache.cache.seq_len(seq, self._layer) for seq in cache.seqs]
+
+    def _require_one_length(self) -> None:
+        if len(set(self._lengths())) > 1:
+            self._use()
+            remedy = "call model.set_attn_implementation('kvpact')"
+            if self._cache.geometry.latent:
+                remedy += "; 'kv_b_proj' has to be a plain linear layer (no adapter, no hooks)"
+            raise KVPactError(
+                "rows of unlike length can't be decompressed into one tensor for the model's own "
+                f"attention; {remedy}"
+            )
+
+    def own_padding(self, padding: Tensor) -> Tensor | None:
+        """Return the `[B]` padding that is in each row, unless the cache knows it already."""
+        lengths = self._lengths()
+        held: int | Tensor = self.total - self.k.shape[2]
+        if lengths:
+            held = torch.tensor(lengths, dtype=torch.int64, device=padding.device)
+            padding = (padding - (held.max() - held)).clamp(min=0)
+        # Padding ends with a row's first real token; rows that have one are not looked at again.
+        return padding if bool((padding > 0).any() and (padding >= held).any()) else None
+
+    @property
+    def fresh(self) -> bool:
+        """True if these are a cache's first tokens, not yet stored: read as they are."""
+        if self._wait is not None:
+            return self._waits
+        first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
+        return latent and self.shared.exact_new and first and self._waits
+
+    def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Return `[B]`, each row's token at position 0; None where padding gives it, or unused."""
+        cache = self._cache.cache if isinstance(self._cache, PagedView) else self._cache
+        batch, _, new, _ = self.k.shape
+        begins = self.total == new
+        if not cache.key_offsets or not (begins or padding is not None):
+            return None
+        if position_ids is None or position_ids.dim() != 2:
+            return None
+        lengths = [n + new for n in self._lengths()] or [self.total]
+        ends = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        found = (ends - 1 - position_ids[:, -1].to("cpu", torch.long)).expand(batch)
+        usual = torch.zeros_like(found) if padding is None else padding.cpu()
+        return None if torch.equal(found, usual.long()) else found
+
+    def tell_of_bias(self, attention: torch.nn.Module) -> None:
+        """Warn on the first tokens if keys have a large bias and no key offsets were given."""
+        if isinstance(self._cache, PagedView):
+            paged = self._cache.cache
+            specs, known = paged.specs, bool(paged.key_offsets)
+        else:
+            budget, known = self.shared.budget, self.shared.key_offsets is not None
+            specs = self.shared.specs if budget is None else list(budget.rungs[-1])
+        if not known and specs[self._layer].key.name != "none":
+            tell_of_bias(attention)
+
+
+def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return K and V in one dtype that a cache holds: the wider one (autocast), but not float64."""
+    dtype = torch.promote_types(k.dtype, v.dtype)
+    if dtype is torch.float64:
+        say_once("float64", "K and V of dtype float64 are stored and attended to in float32")
+        dtype = torch.float32
+    if held is not None and torch.promote_types(dtype, held) is held:
+        dtype = held
+    return k.to(dtype), v.to(dtype)
