@@ -77,6 +77,6 @@ def test_no_token_up_to_the_encoding_limit_is_beyond_the_range(options):
 
 
 def test_a_seed_without_a_rotation_is_refused():
-    with pytest.raises(SpecError, match="seed=3 should be left out, or beside rotate=true"):
+    with pytest.raises(SpecError, match="seed=3 should be left out, or with rotate=true"):
         kvpact.parse_spec("int:bits=4,seed=3")
     assert str(kvpact.parse_spec("int:bits=4,rotate=1,seed=3")) == "int:bits=4,rotate=true,seed=3"

@@ -2,7 +2,7 @@
 
 A *field* is one tensor of a stream (K or V of a layer). Its storage is
 `[B, H, units, *shape]`, where one unit covers `tokens` tokens, a multiple of the tile. A field
-knows how to write tokens into storage, read them back, and clear what lies behind a rollback.
+knows how to write tokens into storage, read them back, and clear what lies after a rollback.
 Storage of tokens that are not there is zero: writing is a bitwise OR, and equal contents are
 equal bytes. FORMAT_VERSION changes when any of this does.
 """
@@ -22,7 +22,7 @@ Order = Literal["token", "channel"]
 
 
 class Places(NamedTuple):
-    """Where a unit has a token's bytes: `pieces` of `size` bytes, `step` apart, from `first[i]`."""
+    """A token's bytes in a unit: `pieces` of `size` bytes, `step` apart, from `first[i]`."""
 
     first: tuple[int, ...]
     pieces: int
@@ -38,7 +38,7 @@ class Field(ABC):
     name : str
         Name within the stream.
     kind : {"codes", "side"}
-        Codes, or information beside them.
+        Codes, or information about them.
     dtype : torch.dtype
         Dtype of the storage.
     tokens : int
@@ -60,7 +60,7 @@ class Field(ABC):
 
     @property
     def places(self) -> Places | None:
-        """Where the tokens of a unit lie; None where some share a byte, or what is stored."""
+        """The places of a unit's tokens; None where some share a byte, or what is stored."""
         return None
 
     @property

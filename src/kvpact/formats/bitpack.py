@@ -132,7 +132,7 @@ def unpack_by_channel(words: Tensor, bits: int, interleave: int = 0) -> Tensor:
 
 
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
-    """Return the bytes of codes, one code behind the other, the lowest bit of each first.
+    """Return the bytes of codes, one code after the other, the lowest bit of each first.
 
     `codes`: `[B, T, N]` uint8; `widths`: bits of each of the N codes, 0 to 8, beyond which all are
     zero. Returns `[B, heads, T, size]` uint8, zeros at the end of the string, of which bit i is bit

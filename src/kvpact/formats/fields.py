@@ -214,7 +214,7 @@ class GroupField(Field):
         return storage
 
     def clear_from(self, storage: Tensor, start: int) -> None:
-        """Zero the groups that begin at or behind `start`; a group that is cut stays."""
+        """Zero the groups that begin at or after `start`; a group that is cut stays."""
         storage[:, :, -(-start // self.tokens) :] = 0
 
 

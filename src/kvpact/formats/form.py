@@ -73,7 +73,7 @@ class TrellisBlock:
 
 
 @dataclass(frozen=True)
-class Trellis:
+class TrellisForm:
     """A vector: less its base, times its weights, in the order of its blocks.
 
     Weights, order, deviations and the first key are the codec's `state()`, by these names and per
@@ -93,7 +93,7 @@ class Trellis:
 
 @dataclass(frozen=True)
 class Levels:
-    """What a code stands for.
+    """The numbers that codes stand for.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class Levels:
         Of a grid.
     number : str
         ``e4m3`` or ``e5m2`` of floats; ``fp16``, ``bf16`` or ``fp32`` of raw numbers.
-    trellis : Trellis or None
+    trellis : TrellisForm or None
         Whose codes they are.
     """
 
@@ -121,7 +121,7 @@ class Levels:
     unit: float = 1.0
     zero_code: int = 0
     number: str = ""
-    trellis: Trellis | None = None
+    trellis: TrellisForm | None = None
 
     def check(self) -> None:
         """Raise `RegistrationError` unless there are such levels."""
@@ -129,7 +129,7 @@ class Levels:
         known = ("grid", "book", "float", "raw", "trellis")
         _require(kind in known, f"levels of kind {kind!r}", f"one of {', '.join(known)}")
         given = (kind == "trellis") == (self.trellis is not None)
-        _require(given, f"levels of kind {kind!r}", "beside a trellis if they are those of one")
+        _require(given, f"levels of kind {kind!r}", "with a trellis if they are those of one")
         if kind == "grid":
             _require(2 <= bits <= 8, f"a grid of {bits} bits", "of 2 to 8")
             _require(0 <= self.zero_code < 1 << bits, f"zero_code={self.zero_code}", "a code")
@@ -146,7 +146,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Side:
-    """Numbers beside the codes (fp16), and what is done with them.
+    """Numbers stored with the codes (fp16), and what is done with them.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ class Form:
         widths = {side.channels for side in sides if side.tokens == 1}
         _require(len(widths) < 2, f"groups of {widths} channels", "equally wide")
         adds = any(side.op == "add" for side in sides)
-        _require(not (adds and levels.zero_code), "zero_code beside a side that is added", "0")
+        _require(not (adds and levels.zero_code), "zero_code with a side that is added", "0")
         if self.rule in RULES_OF:
             found = tuple((side.name, side.op, side.tokens == 1) for side in sides)
             wanted = RULES_OF[self.rule].get(levels.kind)
@@ -246,7 +246,7 @@ class Form:
         return self.levels.bits
 
     @property
-    def trellis(self) -> Trellis | None:
+    def trellis(self) -> TrellisForm | None:
         """The trellis whose codes they are."""
         return self.levels.trellis
 
@@ -257,7 +257,7 @@ class Form:
 
     @property
     def in_words(self) -> bool:
-        """Whether codes are packed into words, in their `order`."""
+        """True if codes are packed into words, in their `order`."""
         return self.levels.kind not in ("float", "raw")
 
     @cached_property
@@ -273,7 +273,7 @@ class Form:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """What is stored: codes, then sides."""
+        """The fields that are stored: codes, then sides."""
         levels, codes = self.levels, self.codes
         if levels.trellis is not None:
             known = levels.trellis
@@ -314,7 +314,7 @@ class Form:
         names = ["scale", "base", "mean", "step"]
         if self.trellis is None:
             names = [_PARTS[op] for op in self._ops]
-        # Of two sides alike it is the first.
+        # Of two sides of one kind it is the first.
         return dict(reversed([*zip(["codes", *names], self.fields, strict=False)]))
 
     @cached_property
@@ -323,12 +323,12 @@ class Form:
 
     @property
     def shift_scaled(self) -> bool:
-        """Whether the scale of a token multiplies the shift of its group, too."""
+        """True if the scale of a token multiplies the shift of its group, too."""
         return self._ops == ("mul g", "add g", "mul t")
 
     @cached_property
     def kind(self) -> str:
-        """How kernels decode; "" where they know no such order of sides.
+        """The kernels' way to decode; "" where they know no such order of sides.
 
         ``table``, ``linear``: codes index `numbers`, or the first of them is added to codes;
         ``raw``, ``e4m3``, ``e5m2``: there are no codes but numbers; ``trellis``.
@@ -347,7 +347,7 @@ class Form:
 
     @cached_property
     def encoder(self) -> str:
-        """How kernels encode, to the bit as the rule does; "" where none knows it.
+        """The kernels' way to encode, to the bit as the rule does; "" where none knows it.
 
         ``codebook``: levels of a book; ``symmetric``, ``affine``, ``channel``: GGUF's integers, or
         integers with a zero point, per token or per channel and group of tokens; ``float8``;
@@ -358,7 +358,7 @@ class Form:
 
     @property
     def middle(self) -> float:
-        """What is taken off a grid's codes where a side is added.
+        """The number subtracted from a grid's codes where a side is added.
 
         A grid that begins at its least number would lose bits where sums cancel.
         """
@@ -369,7 +369,7 @@ class Form:
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
-        """What codes stand for, in units and less `middle`; empty where kernels need no levels."""
+        """The numbers of codes, in units and less `middle`; empty where kernels need no levels."""
         if self.levels.kind != "grid":
             return self.levels.values
         least = self.middle or self.levels.zero_code
@@ -383,7 +383,7 @@ class Form:
 
     @cached_property
     def unit(self) -> float:
-        """What numbers are whole numbers of 8 bits of, or 0.0; grids around a middle have halves.
+        """The unit in which numbers are whole (8 bits), or 0.0; grids around a middle have halves.
 
         Kernels multiply such numbers exactly, in integers.
         """
@@ -395,6 +395,6 @@ class Form:
 
     @cached_property
     def signed(self) -> bool:
-        """Whether a code is its number in two's complement, but for its top bit."""
+        """True if a code is its number in two's complement, but for its top bit."""
         half = len(self.numbers) // 2
         return bool(half) and self.numbers == tuple(range(-half, half))

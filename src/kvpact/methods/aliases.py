@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpact.registry import Alias, Foreign
 
-# ggml's block formats: groups of 32 channels, one fp16 scale, nothing held exactly beside them.
+# ggml's block formats: groups of 32 channels, one fp16 scale, nothing held exactly.
 Q8_0 = Alias("q8_0", "int:bits=8,sinks=0,window=0")
 Q4_0 = Alias("q4_0", "int:bits=4,sinks=0,window=0")
 # The serving engines' default fp8 cache: rounded without a scale.

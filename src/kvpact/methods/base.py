@@ -1,4 +1,4 @@
-"""What a method is: a frozen dataclass that makes a codec for K and one for V."""
+"""Methods: frozen dataclasses that make a codec for K and one for V."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Codec(ABC):
         Keys are encoded as they are before this rotation by their positions; the codec's own
         transform is none then.
     form : Form or None
-        What kernels are told of `encode` and `decode`, which remain the definition; None where they
+        `encode` and `decode` in the kernels' terms; these remain the definition. None where they
         are torch's alone. Its fields are the codec's.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
-        whatever stands beside it in its group. A codec with groups encodes later than its tokens
+        whatever else stands in its group. A codec with groups encodes later than its tokens
         come, so it has to declare what it can hold; others may leave the refusal to `encode`.
 
     Raises
@@ -147,12 +147,12 @@ class Codec(ABC):
 
     @property
     def unplanned(self) -> str:
-        """What of the bytes only the tokens decide, in words; empty where nothing."""
+        """The bytes that only the tokens decide, in words; empty where there are none."""
         return ""
 
     @property
     def ready(self) -> bool:
-        """Whether the codec has learnt all that it learns from tokens."""
+        """True once the codec has learnt all that it learns from tokens."""
         return True
 
     def require_fitted(self) -> None:
@@ -242,7 +242,7 @@ class Method(ABC):
         return f"{self.name}/{self.version}" + (f":{given}" if given else "")
 
     def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
-        """Return the codec for keys (``token``) or values (``channel``), where both are alike."""
+        """Return the codec for keys (``token``) or values (``channel``), where there is one."""
         raise NotImplementedError(f"{type(self).__name__} has neither codec nor {order!r} codecs")
 
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:

@@ -85,7 +85,7 @@ CAUTIONS = (
 
 
 def cautions(spec: Spec, model: Collection[str] | None = None) -> list[str]:
-    """Tell what is known to do badly about a spec.
+    """Return what is known to do badly about a spec.
 
     `spec`: its method for keys is looked at: errors of keys do most of the damage. `model`: which
     of `KEY_NORM` and `KEY_BIAS` the model is. If omitted, cautions about such models say whom they

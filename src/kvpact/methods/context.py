@@ -12,7 +12,7 @@ from kvpact.arithmetic import tree_sum
 
 
 class Context(NamedTuple):
-    """What is known of a cache's first tokens, besides themselves.
+    """Facts about a cache's first tokens, besides themselves.
 
     - `padding`: `[B]` left-padding tokens of each row.
     - `sinks`: first tokens of each row that are also held exactly.
@@ -26,7 +26,7 @@ class Context(NamedTuple):
 
     @property
     def end(self) -> int:
-        """No padding and no attention sink stands at or behind this position."""
+        """No padding and no attention sink stands at or after this position."""
         return self.sinks + (0 if self.padding is None else int(self.padding.max()))
 
     def counted(self, x: Tensor, start: int = 0) -> Tensor:
@@ -36,7 +36,7 @@ class Context(NamedTuple):
         """
         batch, _, tokens, _ = x.shape
         if self.padding is None:
-            return _behind(self.sinks, batch, start, tokens, x.device)
+            return _from(self.sinks, batch, start, tokens, x.device)
         first = self.sinks + self.padding.to(x.device).view(-1, 1)
         places = torch.arange(start, start + tokens, dtype=torch.int64, device=x.device)
         return (places >= first).view(batch, 1, tokens, 1)
@@ -68,8 +68,8 @@ class Context(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _behind(first: int, batch: int, start: int, tokens: int, device: torch.device) -> Tensor:
-    """Return `[B, 1, T, 1]`: which of the tokens from `start` on stand at `first` or behind."""
+def _from(first: int, batch: int, start: int, tokens: int, device: torch.device) -> Tensor:
+    """Return `[B, 1, T, 1]`: which of the tokens from `start` on stand at `first` or after."""
     places = torch.arange(start, start + tokens, dtype=torch.int64, device=device)
     return (places >= first).view(1, 1, tokens, 1).expand(batch, -1, -1, -1)
 

@@ -24,7 +24,7 @@ from kvpact.quantizers.numbers import all_finite
 
 
 class Calibrating(NamedTuple):
-    """What a model computed of calibration tokens, besides the keys or values themselves.
+    """A model's results for calibration tokens, besides the keys or values themselves.
 
     - `v`: `[B, H, T, D_v]`, the tokens' values.
     - `query_energy`: `[B, H, T, D]` fp32: mean square of the queries of each KV head.
@@ -41,7 +41,7 @@ class Calibrating(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a tensor of a state lies among the numbers of all, and what it is."""
+    """The place of a tensor of a state among the numbers of all, and its form."""
 
     start: int
     end: int
@@ -62,7 +62,7 @@ class StateInOne(Mapping[str, Tensor]):
 
     @staticmethod
     def parts(fields: Mapping[str, tuple[int, torch.dtype]], heads: int) -> dict[str, Part]:
-        """Return where the fields of a state lie, `[heads, width]` each, one behind the other."""
+        """Return where the fields of a state lie, `[heads, width]` each, one after the other."""
         ends = accumulate((heads * width for width, _ in fields.values()), initial=0)
         return {
             name: Part(start, start + heads * width, (heads, width), dtype)
@@ -99,7 +99,7 @@ class FittedCodec(Codec):
 
     @property
     def fitted(self) -> bool:
-        """Whether the state is there."""
+        """True if the state is there."""
         return bool(self._state)
 
     ready = fitted

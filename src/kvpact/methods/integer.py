@@ -91,7 +91,7 @@ class Integer(Method):
         super().__post_init__()
         self.check_choice("bits", range(2, 9))
         self.check("group", self.group >= 1, "at least 1")
-        self.check("seed", self.rotate or not self.seed, "left out, or beside rotate=true")
+        self.check("seed", self.rotate or not self.seed, "left out, or with rotate=true")
 
     def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
         """Return the codec for keys or for values."""

@@ -107,7 +107,7 @@ class LowRankCodec(FittedCodec):
         """Return a codec whose basis holds new tokens too; this one where it does already.
 
         The new directions follow the old ones, which stay: coefficients that are stored get zeros
-        behind them.
+        after them.
 
         `x`: `[B, H, T, D]` fp32. `bound`: share of the tokens' energy that may be lost; if omitted,
         twice what was lost of the calibration tokens and 0.001 more.

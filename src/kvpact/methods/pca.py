@@ -22,7 +22,7 @@ What is learnt from calibration tokens (`kvpact calibrate`), where keys, values 
 known:
 
 - Two means: that of ordinary tokens, and that of tokens whose value is small (norm below .45 of the
-  median). The latter are attention sinks inside the text, whose keys are alike.
+  median). The latter are attention sinks inside the text, whose keys are much the same.
 - The weights w: for K the root of the queries' energy in each RoPE pair, for V the root of the
   energy that the output projection makes of each channel. Both are relative to their root mean
   square over all channels of all heads, and at least .05.

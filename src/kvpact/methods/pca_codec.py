@@ -125,7 +125,7 @@ _FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
 
 
 class _Tables(NamedTuple):
-    """What a fitted codec computes with: C numbers of a token, n components with bits.
+    """The tables of a fitted codec: C numbers of a token, n components with bits.
 
     `bases` `[4, C]`: what may be subtracted, by flag: both means, and twice nothing; `weight`
     `[C]`; `basis` `[1, C, n]`; of each component, `[n]`: its deviation, what its error counts, its

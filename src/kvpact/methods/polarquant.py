@@ -75,7 +75,7 @@ def _assign(x: Tensor, y: Tensor, level: int, first: int) -> Tensor:
     """Return the code of the angle of each `(x, y)`, uint8.
 
     An angle is never computed: its arc tangent may round differently from device to device, or
-    between the body and the tail of a vectorised loop. A point lies behind a boundary b where the
+    between the body and the tail of a vectorised loop. A point lies past a boundary b where the
     cross product `y cos b - x sin b` is positive, provided that both are less than pi apart. Hence
     the points below the x axis are turned by pi and get the other half of the codes.
     """

@@ -9,7 +9,7 @@ large), and
 so that the inner product with any exact q is right on average. In softmax attention that is not
 what counts: at equal bits a codebook (`turboquant`) has far less distortion.
 
-A block is a Hadamard transform with random signs behind another one: after a single one, a key that
+A block is a Hadamard transform with random signs after another one: after a single one, a key that
 lies in one channel would have coordinates of equal magnitude, and an estimate 25 % too long.
 Instead of the norm fp16 holds the root mean square, `|x| / sqrt(D)`, which reaches further.
 
@@ -54,7 +54,7 @@ class DoubleHadamard:
 
 
 class SignCodec(Codec):
-    """Keys; the first block of the sketch is the transform, and the others follow behind it."""
+    """Keys; the first block of the sketch is the transform, and the others follow it."""
 
     def __init__(self, dim: int, sketch: int, seed: int = 0) -> None:
         self._sketch, self._seed = sketch, seed

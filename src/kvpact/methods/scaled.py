@@ -52,7 +52,7 @@ class ScaledCodec(Codec):
 
     @property
     def ready(self) -> bool:
-        """Whether the codec has learnt all that it learns from tokens."""
+        """True once the codec has learnt all that it learns from tokens."""
         return self.codec.ready
 
 

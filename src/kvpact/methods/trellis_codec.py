@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import Order
 from kvpact.formats.bitpack import WORD, Blocks, planes
-from kvpact.formats.form import Form, Levels, Trellis, TrellisBlock
+from kvpact.formats.form import Form, Levels, TrellisBlock, TrellisForm
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import trellis
 from kvpact.quantizers.numbers import from_e5m3, to_e5m3
@@ -47,10 +47,10 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
 
 def trellis_of(
     blocks: Blocks, states: int, seed: int = 0, center: int = 0, first: bool = False
-) -> Trellis:
+) -> TrellisForm:
     """Return a trellis by its blocks' channels and bits; without bits they are zeros.
 
-    `seed`: of the first block's rotation; the others' follow. `center`, `first`: as in `Trellis`.
+    `seed`: of the first block's rotation; the others' follow. `center`, `first`: of the form.
     """
     made = tuple(
         TrellisBlock(dim, bits, trellis.states_of(dim, states), seed + i)
@@ -58,13 +58,13 @@ def trellis_of(
     )
     # A vector has to be longer than the memory of the trellis.
     codes = sum(max(dim, trellis.LEAST) for dim, _ in blocks)
-    return Trellis(made, codes, 4 if max(bits for _, bits in blocks) <= 3 else 8, center, first)
+    return TrellisForm(made, codes, 4 if max(bits for _, bits in blocks) <= 3 else 8, center, first)
 
 
 class TrellisVectors:
     """Codes and a scale of rotated vectors; `order`: ``channel`` for one block."""
 
-    def __init__(self, known: Trellis, order: Order) -> None:
+    def __init__(self, known: TrellisForm, order: Order) -> None:
         self._trellis = known
         self.rotations = [RandomHadamard(block.dim, block.seed) for block in known.blocks]
         self.widths = [block.dim for block in known.blocks]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import NonFiniteError
-from kvpact.formats.form import Trellis
+from kvpact.formats.form import TrellisForm
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.bases import LEARNT_FROM, Bases, first_key
 from kvpact.methods.context import Context, mean_over_tokens
@@ -62,8 +62,8 @@ class TreatedKeys(Codec):
         held = quarters(dim, bits) if blocks else ((dim, bits),)
         self._store(trellis_of(held, states, seed, center, first))
 
-    def _store(self, known: Trellis) -> None:
-        """Store vectors of a trellis, and bases beside them."""
+    def _store(self, known: TrellisForm) -> None:
+        """Store vectors of a trellis, and bases with them."""
         self.trellis, self._vectors = known, TrellisVectors(known, "token")
         self._bases = Bases(self._dim, known.center, known.first)
         self.form, self.fields = self._vectors.form, self._vectors.form.fields
@@ -164,7 +164,7 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
 
     @property
     def has_single(self) -> bool:
-        """Whether there is a codec of single tokens: slots have a flag of bases without means."""
+        """True if there is a codec of single tokens: slots have a flag of bases without means."""
         return self.trellis.first or not self.trellis.center
 
     def singly(self) -> TrellisKeyCodec:
@@ -205,11 +205,11 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
             # Their common factor is the scale's.
             size = square_root(divide(tree_sum(weight.square()), float(dim)))
             weight = half(weight / size, "weight of a channel").to(torch.float32)
-            told = (
+            text = (
                 "weight of a channel: zero in fp16, since keys are so much larger than queries; "
                 "scale the input or keep this layer at 'none'"
             )
-            require((weight > 0).all(), lambda: NonFiniteError(told))
+            require((weight > 0).all(), lambda: NonFiniteError(text))
             energy_k = self._residual_energy(x, counted, first, weight)
         order = torch.arange(dim, dtype=torch.int64, device=x.device).expand(heads, dim)
         if self.sorted:

@@ -2,7 +2,7 @@
 
 Rotate (random signs, Hadamard), normalise to a mean square of 1, cut the D coordinates into
 sub-vectors of `dims`, and replace each by the nearest of `codebook_size` words. After the rotation
-all positions are alike, so one codebook serves them all. With ``stages=2`` a second codebook codes
+all positions are equal, so one codebook serves them all. With ``stages=2`` a second codebook codes
 the residual (residual VQ). The fp16 scale of a token is the least-squares one, `<c, y> / |c|^2`.
 
 Words are fp16. A codebook is fitted to 64 sub-vectors per word, but to at least 4,096 and at most

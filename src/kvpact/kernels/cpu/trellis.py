@@ -1,4 +1,4 @@
-"""`kvp_trellis` of ``abi.h``: what kernels are told of a trellis and of K's treatment."""
+"""`kvp_trellis` of ``abi.h``: the arguments of a trellis and of K's treatment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats.bitpack import WORD, planes
-from kvpact.formats.form import Trellis, TrellisBlock
+from kvpact.formats.form import TrellisBlock, TrellisForm
 from kvpact.kernels.cpu import structs
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
@@ -26,7 +26,7 @@ _LEARNT = {
 """What is learnt of keys, in the order in which kernels get it, each of the width of K but one."""
 
 
-def reason(form: Trellis, by_token: bool) -> str:
+def reason(form: TrellisForm, by_token: bool) -> str:
     """Return why no kernel reads or writes these codes; empty if one does.
 
     `by_token`: whether a word holds codes of one token (K).
@@ -57,7 +57,7 @@ def block_arguments(block: TrellisBlock) -> tuple[ctypes.Structure, list[Tensor]
 class TrellisArguments:
     """A `kvp_trellis` with a codec's `state`, at an `address` that is valid while this lives."""
 
-    def __init__(self, form: Trellis, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, form: TrellisForm, state: Mapping[str, Tensor]) -> None:
         assert len(form.blocks) <= _MOST_BLOCKS
         self._alive: list[Tensor] = []
         self._args = args = structs.TrellisStruct(

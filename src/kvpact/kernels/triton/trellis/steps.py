@@ -1,17 +1,17 @@
-"""Where the codes of a trellis lie, block by block."""
+"""The places of the codes of a trellis, block by block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvpact.formats.bitpack import WORD, plane_runs, planes
-from kvpact.formats.form import Trellis
+from kvpact.formats.form import TrellisForm
 from kvpact.quantizers import trellis
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Where the bits of one plane of a block lie.
+    """The places of the bits of one plane of a block.
 
     - `width`, `shift`: bits of an item, and those of the code below them; no plane has 0 bits.
     - `row`: of the first word, among those of a token (K) or of a tile (V).
@@ -43,7 +43,7 @@ class Run:
     planes: tuple[Plane | None, ...]
 
 
-def runs_of(form: Trellis, by_token: bool) -> tuple[Run, ...]:
+def runs_of(form: TrellisForm, by_token: bool) -> tuple[Run, ...]:
     """Return the runs of all blocks. `by_token`: whether a word holds codes of one token (K)."""
     made: list[Run] = []
     row = 0
@@ -84,7 +84,7 @@ class TrellisSteps:
     unit: float
 
 
-def steps_of(form: Trellis, runs: tuple[Run, ...]) -> tuple[TrellisSteps, ...]:
+def steps_of(form: TrellisForm, runs: tuple[Run, ...]) -> tuple[TrellisSteps, ...]:
     """Return the blocks that have bits."""
     made: list[TrellisSteps] = []
     begin = levels = 0
