@@ -15,7 +15,7 @@ from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_trellis
-from kvpact.kernels.triton.forms import Places, slots_of
+from kvpact.kernels.triton.forms import SlotPlaces, slots_of
 from kvpact.kernels.triton.step.step import Taker, TritonStep, sent_flags, take, taking_of
 
 FORMATS = (
@@ -123,7 +123,7 @@ class Slot(NamedTuple):
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
         form = slots_of(codec, x.device).known
-        slots = Places.of(form, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
+        slots = SlotPlaces.of(form, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
         return Taker(codec, slots, taking_of(codec, x, (K_SIDE, V_SIDE)[self.value]))
 
     def decoding(self, inverse: bool) -> list[Launch]:

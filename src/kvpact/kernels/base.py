@@ -1,4 +1,4 @@
-"""What a backend is: code that attends over slots, encodes tokens into them and decodes them."""
+"""Backends: code that attends over slots, encodes tokens into them and decodes them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AttendCall(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """The factor on logits."""
         scale = self.config.softmax_scale
         return self.q.shape[3] ** -0.5 if scale is None else scale
 
@@ -89,7 +89,7 @@ class AttendCall(NamedTuple):
 
 
 class TokenMemory:
-    """Memory `[B, H, n, D]` of consecutive exact tokens, with room behind those that are there.
+    """Memory `[B, H, n, D]` of consecutive exact tokens, with room after those that are there.
 
     What lies where never changes, so it is asked once: a step only counts.
     """
@@ -116,10 +116,10 @@ class TokenMemory:
 
 
 class StepTokens(NamedTuple):
-    """How one stream takes the new tokens of a step.
+    """The part of one stream in a step: where its new tokens go.
 
     - `exact_from`: the tokens from here on are exact.
-    - `keep`: whether the new tokens are copied behind them.
+    - `keep`: whether the new tokens are copied after them.
     - `start`, `encoded`: the first token to be encoded, and how many are.
     - `inside`: whether those lie in `memory`; otherwise they are the new tokens.
     """
@@ -137,7 +137,7 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class StepRunner(ABC):
-    """Carries out steps of one layer at once; made for calls that are alike.
+    """Carries out steps of one layer at once; made for calls of one form.
 
     - `call`: a call like those to come, with a view and new tokens.
     - `sources`: where the slots of K and V lie.
@@ -153,24 +153,24 @@ class StepRunner(ABC):
         self.sources = (call.view.k.source, call.view.v.source)
         self._device = call.q.get_device()
         self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
-        # How far rows lie apart is seen anew at each step.
+        # How far rows lie apart is looked up at each step.
         self._row_like = [(shape[1:], stride[1:], dtype) for shape, stride, dtype in self._like]
 
     def fits(
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
     ) -> bool:
-        """Whether a call is like the one that this was made for; tensors are not looked into.
+        """Return whether a call is like the one that this was made for, by shapes, not by numbers.
 
         With `rows`: whether it has so many rows, each like that call.
         """
         if config is not self.config and not _equal(config, self.config):
             return False
         like_k, like_v, like_q = self._like if rows is None else self._row_like
-        alike = self._alike
-        return alike(k, like_k, rows) and alike(v, like_v, rows) and alike(q, like_q, rows)
+        fits = self._fits
+        return fits(k, like_k, rows) and fits(v, like_v, rows) and fits(q, like_q, rows)
 
-    def alike(self, other: object) -> bool:
-        """Whether both were made for calls that are alike, but for their slots."""
+    def matches(self, other: object) -> bool:
+        """Return whether both were made for the same calls, but for their slots."""
         if self is other:
             return True
         if not isinstance(other, type(self)) or self._row_like != other._row_like:
@@ -178,9 +178,9 @@ class StepRunner(ABC):
         return self.config is other.config or _equal(self.config, other.config)
 
     def over(self, view: LayerView) -> Self | None:
-        """Return one for calls that are alike over the slots of another layer, of the same plan.
+        """Return a runner for such calls over the slots of another layer, of the same plan.
 
-        None where that takes as long as to make one anew.
+        None where that takes as long as to make a new one.
         """
         return None
 
@@ -188,14 +188,14 @@ class StepRunner(ABC):
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none.
 
-        `rows`: one for the whole batch, or one for each row of the tensors; their runners are
-        alike. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`).
+        `rows`: one for the whole batch, or one for each row of the tensors; their runners
+        match. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`).
         Returns the output. None, and nothing is written, where a number is NaN, infinite or beyond
         what is surely stored: the ordinary way then decides, and names it.
         """
 
-    def _alike(self, x: Tensor, like: _Like, rows: int | None) -> bool:
-        """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
+    def _fits(self, x: Tensor, like: _Like, rows: int | None) -> bool:
+        """Return whether a tensor is like those before; with `rows`, but for so many in front."""
         if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
             return False
         shape, stride, dtype = like
@@ -209,13 +209,13 @@ class StepRunner(ABC):
 
 
 def _equal(a: AttendConfig, b: AttendConfig) -> bool:
-    """Whether configs without tensors are equal."""
+    """Return whether configs are equal and without tensors."""
     tensors = (x for c in (a, b) for x in (c.mask, c.padding, c.sink_logits, c.origin))
     return all(x is None for x in tensors) and a == b
 
 
 def can_step(call: AttendCall) -> bool:
-    """Whether calls like this one can be steps: plain rules, and tokens as the tail has them."""
+    """Return whether such calls can be steps: plain rules, and tokens as the tail has them."""
     view, k, v, q, config, _, _ = call
     if view is None or k is None or v is None or config.mask is not None:
         return False
@@ -267,7 +267,7 @@ def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
 
 
 class SlotReader(Protocol):
-    """What `Backend.decode` reads: a `StreamView` is one."""
+    """The slots that `Backend.decode` reads: a `StreamView` is one."""
 
     @property
     def codec(self) -> Codec:

@@ -1,4 +1,4 @@
-"""What a user asks for, as a `Compute`; what runs on this machine, and for which codecs."""
+"""The `Compute` that a user asks for; what runs on this machine, and for which codecs."""
 
 from __future__ import annotations
 

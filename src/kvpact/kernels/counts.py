@@ -1,4 +1,4 @@
-"""How many operations each backend carried out."""
+"""Counts of the operations that each backend carried out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvpact.kernels.base import Operation
 
 
 class Counts:
-    """How many operations each backend carried out; for many threads."""
+    """Counts of the operations that each backend carried out; for many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Whether tokens are numbers, and can be stored; the native kernels look through them if there."""
+"""Finiteness and range checks of incoming tokens; native where available."""
 
 from __future__ import annotations
 

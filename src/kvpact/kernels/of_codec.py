@@ -1,4 +1,4 @@
-"""What is made once for a codec."""
+"""A decorator for what is made once for a codec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def once_for_codec(make: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
-    """Make something for a codec once, and anew when it has learnt; a decorator."""
+    """Make something for a codec once, and again when it has learnt; a decorator."""
     known: WeakKeyDictionary[Codec, dict[Any, T]] = WeakKeyDictionary()
 
     @wraps(make)

@@ -1,4 +1,4 @@
-"""What of keys is known by their positions: taken off before they are encoded, and put back.
+"""Parts of keys known by their positions: taken off before they are encoded, and put back.
 
 A `KeyOffset` is added to logits; a `KeyRotation` is undone before the keys are read.
 """
@@ -96,7 +96,7 @@ class RowOffset(NamedTuple):
 
 
 class RowRotation(NamedTuple):
-    """A key rotation; `origin`: each row's first token behind padding; None: its first one."""
+    """A key rotation; `origin`: each row's first token after padding; None: its first one."""
 
     rotation: KeyRotation
     origin: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Who computes what, decided once per stream, and why.
+"""Plans: which backend computes what, decided once per stream, and why.
 
 `choose` (`kernels/choose.py`) makes the `Compute` of a cache from what a user asks for. When a
 layer's first tokens bring a device and codecs, `Compute.plan` asks each backend what it covers; the
@@ -43,7 +43,7 @@ from kvpact.quantizers.checks import deferred
 
 
 class Empty(dict[Any, Any]):
-    """What layers that begin alike have in common, by what it is made for."""
+    """Objects shared by layers that begin the same way, by what they are made for."""
 
     def held_parts(self) -> tuple[()]:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
@@ -66,7 +66,7 @@ class Line(NamedTuple):
 
 
 class Compute:
-    """What was asked to compute for one cache, and what did.
+    """The backends of one cache: which were asked for, and which computed.
 
     - `requested`: ``auto``, or a backend's name.
     - `deferred`: whether checks of numbers leave a flag on the device instead of reading it.
@@ -82,12 +82,12 @@ class Compute:
         self.empty, self.prompts = Empty(), Empty()
         self.layers: dict[str, int] = {}  # of a cache, by spec
         # Whether a layer's first tokens were the last ones to be stored as those of another layer.
-        self.alike = False
+        self.repeats = False
 
     def end_prompt(self) -> None:
-        """Forget what was made for layers that are alike."""
+        """Forget what was made for layers of one kind."""
         self.prompts.clear()
-        self.alike = False
+        self.repeats = False
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -95,7 +95,7 @@ class Compute:
 
     @property
     def named(self) -> bool:
-        """Whether one backend was asked for by name."""
+        """True if one backend was asked for by name."""
         return self.requested != "auto"
 
     def backend(
@@ -186,7 +186,7 @@ class Compute:
 
 
 class StreamPlan:
-    """Who encodes and decodes one stream.
+    """The backends that encode and decode one stream.
 
     `limit`: the largest magnitude that compiled code surely encodes; None where there is none.
     `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
@@ -268,9 +268,9 @@ class StreamPlan:
 
 
 class Plan:
-    """Who computes for one layer.
+    """The backends that compute for one layer.
 
-    `offset`, `latent`: as in `Compute.backend`; `alike`: whether one backend does it all, which may
+    `offset`, `latent`: as in `Compute.backend`; `one_backend`: whether one does it all, which may
     then carry out a step at once.
     """
 
@@ -282,7 +282,7 @@ class Plan:
         codecs = k.codec, v.codec
         self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
         self._name = self._attend.name
-        self.alike = self._attend is k._encode is v._encode and self._attend is not TORCH
+        self.one_backend = self._attend is k._encode is v._encode and self._attend is not TORCH
         self._new: Backend | None = None
         compute.note("attend", self._attend, why)
 
@@ -349,20 +349,20 @@ class Plan:
     ) -> PromptRunner | None:
         """Return what stores first tokens like those at once, where one backend does it all."""
         codecs = self.k.codec, self.v.codec
-        return self._attend.prompt(codecs, sides, q, seen) if self.alike else None
+        return self._attend.prompt(codecs, sides, q, seen) if self.one_backend else None
 
     @property
     def last_runner(self) -> StepRunner | None:
-        """What `step` returned last, for any layer of which the same is planned."""
+        """The runner that `step` last made for any layer with the same plan."""
         last = self._runners.get("last")
         return None if last is None else last()
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
-        """Return what carries out steps like a call at once, where one backend does it all.
+        """Return the runner of steps like a call, where one backend does it all.
 
         `good` is what deferred checks have found so far, None for nothing bad; steps change it.
         """
-        if not self.alike:
+        if not self.one_backend:
             return None
         check_call(call)
         if self.compute.deferred and good is None:

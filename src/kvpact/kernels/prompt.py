@@ -1,4 +1,4 @@
-"""What a backend is told of a layer's first tokens, where it stores them in one call."""
+"""The arguments of a backend that stores a layer's first tokens in one call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PromptSide(NamedTuple):
 
 
 class PromptPlace(NamedTuple):
-    """Where K or V go: a `table` of zero slots; `tail`, `sinks`: `[B, H, n, D]` without gaps."""
+    """The place of K or V: a `table` of zero slots; `tail`, `sinks`: dense `[B, H, n, D]`."""
 
     table: Table
     tail: Tensor
@@ -36,10 +36,10 @@ class PromptPlace(NamedTuple):
 
 
 class PromptRunner(Protocol):
-    """Stores first tokens of layers that are alike, in one call each."""
+    """Stores first tokens of layers of one kind, in one call each."""
 
     def place(self, k: PromptPlace, v: PromptPlace) -> tuple[Codec, Any]:
-        """Return K's codec, which is going to learn if it has to, and what `run` is told.
+        """Return K's codec, which is going to learn if it has to, and the `place` of `run`.
 
         All that lives on is made here, before any layer's tokens come.
         """

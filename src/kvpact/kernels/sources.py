@@ -1,4 +1,4 @@
-"""Where the slots of a stream lie: segments of consecutive tokens, and what reads them."""
+"""The places of a stream's slots: segments of consecutive tokens, and their readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = np.ndarray[Any, Any]
 
 
 class Where(NamedTuple):
-    """Where a field of the slots lies in the memory of its device.
+    """The place of a field of the slots in the memory of its device.
 
     - `table`, `field`: of all fields, and the row of this one.
     - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
@@ -40,20 +40,20 @@ class Where(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Where `segments` stands, for native code."""
+        """The address of `segments`, for native code."""
         first: int = self.table.__array_interface__["data"][0]
         return first + self.field * self.table.strides[0]
 
     @classmethod
     def of_segments(cls, tensors: list[Tensor]) -> Where | None:
-        """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
+        """Return where a field's segments `[B, H, units, …]` lie; None if their strides differ."""
         segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
         row, head, *_ = tensors[0].stride() if tensors else (0, 0)
         size = tensors[0].itemsize if tensors else 0
-        alike = all(map(Tensor.is_contiguous, tensors)) or (
+        same = all(map(Tensor.is_contiguous, tensors)) or (
             len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
         )
-        return cls(segments[None], 0, row * size, head * size) if alike else None
+        return cls(segments[None], 0, row * size, head * size) if same else None
 
 
 class SegmentSource(Protocol):

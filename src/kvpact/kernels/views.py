@@ -1,4 +1,4 @@
-"""What attention sees of one layer: packed slots read in tiles, and exact tokens."""
+"""Views of one layer for attention: packed slots read in tiles, and exact tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kvpact.kernels import ListSource
 from kvpact.kernels.triton import columns
-from kvpact.kernels.triton.forms import Places, slots_of
+from kvpact.kernels.triton.forms import SlotPlaces, slots_of
 from kvpact.kernels.triton.step.step import Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
@@ -58,7 +58,7 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
             for _ in range((max(held) + new - 1) // SEGMENT + 1)
         ]
         form = slots_of(codec, x.device).known
-        slots = Places.of(form, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
+        slots = SlotPlaces.of(form, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
         memory = torch.full((2, 2, ROOM, dim), 7.0, dtype=dtype, device=DEVICE)
         side = (columns.K_SIDE, columns.V_SIDE)[index]
         tail = side.tail

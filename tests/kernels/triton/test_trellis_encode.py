@@ -21,7 +21,7 @@ from kvpact.errors import NonFiniteError
 from kvpact.kernels import ListSource
 from kvpact.kernels.triton.encode import encoder as encoding
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
-from kvpact.kernels.triton.forms import Places, slots_of
+from kvpact.kernels.triton.forms import SlotPlaces, slots_of
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -76,7 +76,7 @@ def test_tokens_behind_what_only_the_device_knows():
     place = (2, 1, SEGMENT, torch.device("cpu"))
     segments = [{f.name: f.allocate(*place) for f in codec.fields} for _ in range(2)]
     held, tables = (127, 30), slots_of(codec, tokens.device)
-    slots = Places.of(tables.known, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
+    slots = SlotPlaces.of(tables.known, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
     form, counts = tables.known, torch.tensor([[n, 7] for n in held])
     encoding.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):

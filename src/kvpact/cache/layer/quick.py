@@ -1,7 +1,7 @@
 """Attending calls, and steps of a few tokens in one call of a backend, which most of them are.
 
 The ordinary way (`attend`) defines what a step does. `quick_attend` is taken where the state has a
-`StepRunner`, made for calls that are alike, and no group was cut.
+`StepRunner`, made for calls of one form, and no group was cut.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _made(
 
 
 def _plain(stream: Stream, padding: Tensor | None) -> bool:
-    """Whether the groups to come have neither sinks nor padding."""
+    """Return whether the groups to come have neither sinks nor padding."""
     return stream.packed >= Context(padding, stream.num_sinks).end
 
 
@@ -216,7 +216,7 @@ def make_runner(
     held = layer._held
     if k.shape[2] > MOST_STEP or held.k is None or held.v is None or not layer.clean:
         return False
-    if not held.k.length or held.plan is None or not held.plan.alike:
+    if not held.k.length or held.plan is None or not held.plan.one_backend:
         return False
     if held.runner is not None and held.runner.fits(k, v, q, config):
         return False

@@ -149,7 +149,7 @@ def _find(cache: SequencePages, layer: int, seqs: Sequence[int]) -> KnownRows | 
     runners = [runner for runner in made if runner is not None]
     if not len(seqs) == len(runners) == len(set(seqs)):
         return None
-    if not all(runner.alike(runners[0]) for runner in runners):
+    if not all(runner.matches(runners[0]) for runner in runners):
         return None
     return KnownRows(list(seqs), sequences, layers, runners)
 

@@ -28,7 +28,7 @@ _F32 = torch.float32
 
 
 class _Fixed(NamedTuple):
-    """What of a stream's arguments stays while its slots stay where they are."""
+    """The arguments of a stream that stay while its slots stay where they are."""
 
     codec: Codec  # its `SlotFormat` lives as long, and has what the arguments point to
     learnt: bool  # unless the codec has learnt since

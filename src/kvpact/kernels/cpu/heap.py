@@ -1,4 +1,4 @@
-"""What malloc is told while a cache stores a prompt, so that a process takes what its cache holds.
+"""Settings of malloc while a cache stores a prompt, so that a process takes what its cache holds.
 
 After its first large free glibc keeps blocks up to 32 MiB in its heap, a model's activations among
 them. What a cache keeps of a layer comes to lie in a hole that an activation left; the next one
@@ -6,7 +6,7 @@ then finds none that is large enough, and the heap grows by activations with eac
 `Hold` lasts, blocks from 128 KiB on come from the system and go back to it at once.
 
 ``KVPACT_MALLOC``, or settings of glibc's own in the environment, leave malloc as it is; other
-allocators than glibc's are never told anything.
+allocators than glibc's are left alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VARIABLES = ("KVPACT_MALLOC", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_
 
 
 class Malloc(NamedTuple):
-    """Whose malloc a process uses, and why it is told nothing; "" where it is told."""
+    """The malloc of a process, and why it is left as it is; "" where it is set."""
 
     name: str
     reason: str
@@ -103,7 +103,7 @@ class Hold:
         """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
 
         Tensors elsewhere lie in no heap; a `device` not known yet is the GPU that is in use.
-        Without `hold` malloc is told nothing: what is free at the end is given back all the same.
+        Without `hold` malloc is not set: what is free at the end is given back all the same.
         """
         gpu: Any = torch.cuda  # has no types
         away = gpu.is_initialized() if device is None else device.type != "cpu"
@@ -137,7 +137,7 @@ class Hold:
             self.release()
 
     def end(self) -> None:
-        """Let malloc do as before; behind a large call, give back what is free by now."""
+        """Let malloc do as before; after a large call, give back what is free by now."""
         self.release()
         large, self._large, self._end, self.active = self._large, False, None, False
         if large and (native := _native()) is not None:

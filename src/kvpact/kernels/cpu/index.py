@@ -17,7 +17,7 @@ from kvpact.units import TILE
 
 
 def covers(codes: Tensor, scale: Tensor, q: Tensor) -> bool:
-    """Whether the kernel scans such keys: whole groups, of a width that is a multiple of 32."""
+    """Return whether the kernel scans such keys: whole groups, of a width in multiples of 32."""
     width, tokens = codes.shape[2], codes.shape[1]
     whole = width % TILE == 0 and width <= MOST_DIM and tokens % GROUP == 0
     same = codes.device == scale.device == q.device and codes.shape[0] == q.shape[0]

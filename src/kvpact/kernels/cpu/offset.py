@@ -19,7 +19,7 @@ from kvpact.key_rotation import rotations
 LEAST = 1024
 """Positions of the smallest table."""
 SLACK = 64
-"""Numbers behind the last position: vectors are read whole."""
+"""Numbers after the last position: vectors are read whole."""
 
 
 class _Table:

@@ -1,7 +1,7 @@
 """First tokens of a layer in one native call: what K learns of them, slots, tails and sinks.
 
 It stands for the calls that define it: `learn`, the encoders' `write`, and copies. What depends on
-shapes and codecs alone is made once for all layers that are alike.
+shapes and codecs alone is made once for all such layers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new_state(count: int, dtype: torch.dtype) -> Tensor:
 
 
 class Learning:
-    """What is told of a codec that has not learnt, from tokens like `x`, `[B, H, T, D]`."""
+    """The arguments of a codec that has not learnt, from tokens like `x`, `[B, H, T, D]`."""
 
     def __init__(self, codec: TrellisKeyCodec, args: ctypes.Structure, x: Tensor) -> None:
         self._codec, self._encoder = codec, CodecEncoder.of(codec)
@@ -59,7 +59,7 @@ class Learning:
         self._sizes = count, self._encoder.trellis.numbers(fields, heads, args.dim)
 
     def room(self) -> tuple[Tensor, Tensor, TrellisArguments]:
-        """Return memory for what is learnt, and as kernels read it, and what is told of that."""
+        """Return memory for what is learnt, the same as kernels read it, and its arguments."""
         state = new_state(self._sizes[0], torch.float16)
         numbers = new_state(self._sizes[1], torch.float32)
         return state, numbers, self._encoder.trellis.to_learn(numbers)
@@ -113,7 +113,7 @@ _Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def covers(codecs: tuple[Codec, Codec], sides: tuple[PromptSide, ...], q: Tensor | None) -> bool:
-    """Whether one native call stores such first tokens."""
+    """Return whether one native call stores such first tokens."""
     dtype = sides[0].x.dtype
     if dtype not in DTYPES or dtype != sides[1].x.dtype or reason(codecs[0]):
         return False
@@ -125,7 +125,7 @@ def covers(codecs: tuple[Codec, Codec], sides: tuple[PromptSide, ...], q: Tensor
 
 
 class CpuPrompt:
-    """What stays from one layer to the next; see `PromptRunner`, and `Backend.prompt`."""
+    """Constants of all layers of a kind; see `PromptRunner`, and `Backend.prompt`."""
 
     def __init__(
         self,

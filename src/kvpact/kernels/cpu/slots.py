@@ -1,4 +1,4 @@
-"""Packed slots as compiled kernels are told of them: their format, and where they lie."""
+"""Packed slots as arguments of compiled kernels: their format, and where they lie."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exact_tokens(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
 
 
 class CodecArguments:
-    """What of a kernel's arguments depends on a codec alone; or why there are none.
+    """The arguments of a kernel that depend on a codec alone; or why there are none.
 
     - `args`: the arguments, but for where slots and tokens lie.
     - `reason`: why no kernel knows the codec; empty if one does.
@@ -71,7 +71,7 @@ class CodecArguments:
 
     @classmethod
     def of(cls, codec: Codec) -> Self:
-        """Return what there is to know of a codec, made once, and anew when it has learnt."""
+        """Return the arguments of a codec, made once, and again when it has learnt."""
         found: Self | None = cls.made.get(codec)
         if found is None or (not found.learnt and codec.ready):
             found = cls.made[codec] = cls(codec)  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
 """A layer's step in one native call: check, attend, encode and keep, with arguments made once.
 
 It stands for the calls that define it: `CpuBackend.attend`, the encoders' `write`, and the copy of
-the new tokens behind the tail.
+the new tokens after the tail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST = torch.finfo(_F32).max
 
 
 def covers(call: AttendCall) -> bool:
-    """Whether steps like this call can be carried out in one native call each."""
+    """Return whether steps like this call can be carried out in one native call each."""
     if not can_step(call) or not call.q.is_cpu:
         return False
     assert call.view is not None
@@ -54,7 +54,7 @@ def _nothing() -> None:
 
 
 class CpuStep(StepRunner):
-    """What stays from step to step of a layer, of calls like `call`: shapes, rules, places."""
+    """Per-layer constants of repeated decode steps like `call`: shapes, rules, slot addresses."""
 
     def __init__(self, library: NativeLibrary, call: AttendCall) -> None:
         assert call.view is not None and call.k is not None and call.v is not None
@@ -138,7 +138,7 @@ def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
     """Carry out steps of several sequences; False, and nothing is written, if one is refused.
 
     Raises `MemoryError` without scratch memory, `KernelError` where the library refuses its
-    arguments; slots behind those held may have been written to.
+    arguments; slots after those held may have been written to.
     """
     status = library.step(library.bit, steps[0] if len(steps) == 1 else b"".join(steps), len(steps))
     if status == 0:

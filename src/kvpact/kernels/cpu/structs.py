@@ -90,7 +90,7 @@ FIXED_BYTES = StreamStruct.exact_from.offset
 
 _STREAM = f"{FIXED_BYTES}s{_codes(StreamStruct, 'exact_from')}"
 CALL = struct.Struct("@" + 2 * _STREAM + _codes(AttendArgs, "batch"))
-"""`AttendArgs` in one piece: of K and of V the fixed bytes, then every number behind them."""
+"""`AttendArgs` in one piece: of K and of V the fixed bytes, then every number after them."""
 
 STEP = struct.Struct("@" + _codes(StepArgs))
 """`StepArgs` in one piece."""

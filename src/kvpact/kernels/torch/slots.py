@@ -16,7 +16,7 @@ from kvpact.methods import Arrays, Codec
 
 
 def copies(codec: Codec) -> bool:
-    """Whether slots have numbers as they are given: no kernel is needed to write them."""
+    """Return whether slots have numbers as they are given: no kernel is needed to write them."""
     return codec.exact and codec.form is not None and codec.form.kind == "raw"
 
 

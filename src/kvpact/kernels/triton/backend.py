@@ -43,7 +43,7 @@ def installed() -> str:
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets its kernels, on tensors of the CPU (``TRITON_INTERPRET=1``)."""
+    """Return whether Triton interprets its kernels, on the CPU (``TRITON_INTERPRET=1``)."""
     if not installed():
         return False
     from triton import knobs

@@ -1,4 +1,4 @@
-"""What attention kernels are told of each batch row: counts, and where its tokens lie.
+"""The table of batch rows for attention kernels: counts, and where tokens lie.
 
 One launch serves calls of unlike lengths, so everything that differs from row to row stands in one
 table on the device, `[B, COLUMNS]` int64. Exact tokens lie in three sources for K and three for V:
@@ -22,8 +22,8 @@ K_TAIL, K_SINK, K_NEW, V_TAIL, V_SINK, V_NEW = (tl.constexpr(8 + 3 * s) for s in
 SKIP_FROM, SKIP_TO = tl.constexpr(26), tl.constexpr(27)
 # The first sink token, and rules.
 SINKS_FROM, WINDOW, CAUSAL = tl.constexpr(28), tl.constexpr(29), tl.constexpr(30)
-# Slots: the addresses of `Places.table` and `Places.heads`, the row there, its rows and segments,
-# tokens of a segment.
+# Slots: the addresses of `SlotPlaces.table` and `SlotPlaces.heads`, the row there, its rows and
+# segments, tokens of a segment.
 K_SLOTS, V_SLOTS = tl.constexpr(31), tl.constexpr(37)
 # Addresses, 0 for none; bytes to the next query head, query and token.
 MASK, SINK_LOGITS = tl.constexpr(43), tl.constexpr(47)
@@ -32,7 +32,7 @@ OUTPUT = tl.constexpr(48)
 
 
 @dataclass(frozen=True)
-class Side:
+class SideColumns:
     """Columns of K, or of V: counts, and the first of each source of exact tokens and of slots."""
 
     exact_from: int
@@ -43,8 +43,8 @@ class Side:
     slots: int
 
 
-K_SIDE = Side(*(x.value for x in (K_EXACT_FROM, K_SINKS, K_TAIL, K_SINK, K_NEW, K_SLOTS)))
-V_SIDE = Side(*(x.value for x in (V_EXACT_FROM, V_SINKS, V_TAIL, V_SINK, V_NEW, V_SLOTS)))
+K_SIDE = SideColumns(*(x.value for x in (K_EXACT_FROM, K_SINKS, K_TAIL, K_SINK, K_NEW, K_SLOTS)))
+V_SIDE = SideColumns(*(x.value for x in (V_EXACT_FROM, V_SINKS, V_TAIL, V_SINK, V_NEW, V_SLOTS)))
 
 
 @triton.jit

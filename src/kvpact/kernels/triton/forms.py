@@ -1,4 +1,4 @@
-"""What kernels are told of one stream's slots when they are compiled, and tables beside it.
+"""The constants of one stream's slots with which kernels are compiled, and their tables.
 
 A `SlotForm` is hashable and is passed to kernels as one constant: each one makes a variant.
 """
@@ -57,7 +57,7 @@ class SlotForm(Form):
     names: ClassVar[tuple[str, ...]] = (
         "codes", "scale", "zero", "fold", "shift", "base", "mean", "step",
     )  # fmt: skip
-    """Parts of a form, which are rows of `Places.table`."""
+    """Parts of a form, which are rows of `SlotPlaces.table`."""
 
     rotates: bool = False
     from_zero: bool = False
@@ -74,7 +74,7 @@ class SlotForm(Form):
 
     @property
     def whole(self) -> bool:
-        """Whether numbers are whole numbers of 8 bits, none of them a half."""
+        """True if numbers are whole numbers of 8 bits, none of them a half."""
         return self.unit == self.levels.unit
 
     @cached_property
@@ -100,22 +100,22 @@ class SlotForm(Form):
 
     @cached_property
     def steps(self) -> tuple[TrellisSteps, ...]:
-        """Where the codes of a trellis' blocks lie."""
+        """The places of the codes of a trellis' blocks."""
         return steps_of(self.trellis, self.runs) if self.trellis else ()
 
     @property
     def treated(self) -> bool:
-        """Whether channels are weighted and sorted into blocks of trellises."""
+        """True if channels are weighted and sorted into blocks of trellises."""
         return self.trellis is not None and not self.rotates
 
     @property
     def staged(self) -> bool:
-        """Whether rotated tokens are kept in between, for statistics over groups of them."""
+        """True if rotated tokens are kept in between, for statistics over groups of them."""
         return self.group > 1 and self.encoder != "channel"
 
     @property
     def lenient(self) -> bool:
-        """Whether some tokens beyond `limit` can be encoded, too."""
+        """True if some tokens beyond `limit` can be encoded, too."""
         scaled = self.encoder == "float8" and self.has("scale")
         return scaled or self.encoder in ("codebook", "symmetric", "affine")
 
@@ -131,7 +131,7 @@ class SlotForm(Form):
 
     @property
     def even(self) -> bool:
-        """Whether groups of channels are the rows of a reshaped tile."""
+        """True if groups of channels are the rows of a reshaped tile."""
         return self.groups == 1 or self.channels & (self.channels - 1) == 0
 
     @property
@@ -145,7 +145,7 @@ class SlotForm(Form):
         return self.padded // self.group_width if self.even else power_of_two(self.groups)
 
     def has(self, name: str) -> bool:
-        """Whether there is a field of that name."""
+        """Return whether there is a field of that name."""
         return bool(self.type_of(name))
 
     def type_of(self, name: str) -> str:
@@ -161,7 +161,7 @@ class SlotForm(Form):
         return self.names.index(name)
 
     def plane_count(self) -> int:
-        """How many planes codes lie in (see `formats.bitpack`)."""
+        """Return how many planes codes lie in (see `formats.bitpack`)."""
         return len(planes(self.bits))
 
     def plane_width(self, plane: int) -> int:
@@ -178,7 +178,7 @@ class SlotForm(Form):
 
 
 class Slots(NamedTuple):
-    """What kernels are told of a codec, made once.
+    """The arguments of kernels for a codec, made once.
 
     - `form`, `reason`: what is compiled into kernels that read the slots, whatever the rule that
       wrote them; or why none does.
@@ -186,7 +186,7 @@ class Slots(NamedTuple):
     - `signs`: fp32, of the rotation; one number where there is none.
     - `boundaries`: fp32, between `levels`.
     - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
-      (``linear``), or of each level (``trellis``, all blocks' one behind the other).
+      (``linear``), or of each level (``trellis``, all blocks' one after the other).
     """
 
     form: SlotForm | None
@@ -204,8 +204,8 @@ class Slots(NamedTuple):
         return self.written
 
 
-class Places(NamedTuple):
-    """Where the slots of a batch lie.
+class SlotPlaces(NamedTuple):
+    """The places of the slots of a batch.
 
     `table`: `[fields, B, segments]` int64 on the device: the address of each field, of each row's
     segments, of the first head; 0 for a field that is not there. `heads`: `[fields]` int64 on the
@@ -223,7 +223,7 @@ class Places(NamedTuple):
         sources: Sequence[SegmentSource],
         batch: int,
         device: torch.device,
-    ) -> Places:
+    ) -> SlotPlaces:
         """Return where fields lie, on the device.
 
         `sources`: one for all rows, or one for each. Raises `GeometryError`.
@@ -255,7 +255,7 @@ class Places(NamedTuple):
         """Tiles of 32 tokens of a segment."""
         return self.segment_tokens // TILE
 
-    def row(self, index: int) -> Places:
+    def row(self, index: int) -> SlotPlaces:
         """Return where one row's slots lie."""
         return self._replace(table=self.table[:, index : index + 1].contiguous())
 
@@ -310,7 +310,7 @@ def _levels(form: Form) -> Tensor:
 
 @once_for_codec
 def slots_of(codec: Codec, device: torch.device) -> Slots:
-    """Return what kernels are told of a codec."""
+    """Return the arguments of kernels for a codec."""
     form, name = codec.form, type(codec).__name__
     if form is None:
         return Slots(None, f"no packed format for {name}", None, f"no native encoding for {name}")
@@ -326,12 +326,14 @@ def slots_of(codec: Codec, device: torch.device) -> Slots:
     return Slots(*forms, *(x.to(device) for x in (*tables, levels)))
 
 
-def places_of(source: SegmentSource, form: SlotForm, batch: int, device: torch.device) -> Places:
-    """Return where slots lie, made once for a source; see `Places.of`."""
+def places_of(
+    source: SegmentSource, form: SlotForm, batch: int, device: torch.device
+) -> SlotPlaces:
+    """Return where slots lie, made once for a source; see `SlotPlaces.of`."""
     key = f"triton:{batch}"
-    found: Places | None = source.prepared.get(key)
+    found: SlotPlaces | None = source.prepared.get(key)
     if found is None:
-        found = source.prepared[key] = Places.of(form, [source], batch, device)
+        found = source.prepared[key] = SlotPlaces.of(form, [source], batch, device)
     return found
 
 

@@ -31,8 +31,8 @@ def pointer_to(name):
 def segment_at(slots, tile):
     """Return where the segment of a tile lies, for `units_of`, and the number of the tile in it.
 
-    `slots`: `TABLE` (`[fields, batch, segments]` int64, `Places.table`), `HEADS` (`[fields]` int64,
-    `Places.heads`), row, head, `batch`, `segments`, and the tiles of a segment.
+    `slots`: `TABLE` (`[fields, batch, segments]` int64, `SlotPlaces.table`), `HEADS` (`[fields]`
+    int64, `SlotPlaces.heads`), row, head, `batch`, `segments`, and the tiles of a segment.
     """
     table, heads, row, head, batch, segments, tiles = slots
     return (table, heads, row, head, tile // tiles, batch, segments), tile % tiles

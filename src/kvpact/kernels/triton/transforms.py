@@ -67,7 +67,7 @@ def _last_block(y, SIGNS, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.const
 
 @triton.jit
 def _placed(y, last, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Return a tile with what `_last_block` gave back in its place; 0 behind it."""
+    """Return a tile with what `_last_block` gave back in its place; 0 after it."""
     START: tl.constexpr = DIM - block_of(DIM)
     d = tl.arange(0, WIDTH)
     index = tl.broadcast_to(((d + (WIDTH - START)) % WIDTH)[None, :], (ROWS, WIDTH))

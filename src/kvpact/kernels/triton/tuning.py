@@ -1,4 +1,4 @@
-"""What kernels of attention are launched with: tables, so that nobody waits for measurements.
+"""Launch settings of attention kernels: tables, so that nobody waits for measurements.
 
 None of it has been timed on a device yet. Of the fast kernels, blocks of 64 tokens (128 where V has
 3 bits), one warp and two buffers have the fewest instructions a token without spills; of the
@@ -19,7 +19,7 @@ PROCESSORS = 132
 """Where the device is none that says how many it has."""
 LEAST_CHUNK = 64
 """New tokens of a row from which on flash attention computes what they are to each other: fewer
-are little beside their past, and a launch more."""
+are little next to their past, and a launch more."""
 
 
 def block_tiles(value_bits: int) -> int:
@@ -28,7 +28,7 @@ def block_tiles(value_bits: int) -> int:
 
 
 class Choice(NamedTuple):
-    """How a variant is launched.
+    """The launch settings of a variant.
 
     - `tiles`: tiles of 32 tokens of a block.
     - `warps`: of a program. With one there are no barriers.
@@ -53,7 +53,7 @@ def choice(value_bits: int, rows: int, inside: bool) -> Choice:
 
 
 class GeneralChoice(NamedTuple):
-    """How a variant of the general kernel is launched.
+    """The launch settings of a variant of the general kernel.
 
     `keys`, `values`: channels of keys and of values that are multiplied at a time, at most.
     """

@@ -1,4 +1,4 @@
-"""Attention by the kernels: calls that are alike become one launch, and its arguments."""
+"""Attention by the kernels: calls of one form become one launch, and its arguments."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
     heads, queries = first.q.shape[1:3]
     out = first.q.new_empty(batch, heads, queries, first.output_dim)
     # With each call, where its first row stands in the output.
-    alike: dict[Hashable, list[tuple[AttendCall, int]]] = {}
+    groups: dict[Hashable, list[tuple[AttendCall, int]]] = {}
     done = 0
     for call in calls:
-        alike.setdefault(_key(call), []).append((call, done))
+        groups.setdefault(_key(call), []).append((call, done))
         done += call.q.shape[0]
-    for some in alike.values():
+    for some in groups.values():
         together = [call for call, _ in some]
         attend_prepared(prepared(together, [first for _, first in some]), together, out)
     return out
@@ -63,7 +63,7 @@ def _codecs(call: AttendCall) -> tuple[Codec | None, Codec | None]:
 
 
 def _slots(call: AttendCall) -> tuple[Slots | None, Slots | None]:
-    """Return what kernels are told of the codecs of K and of V."""
+    """Return the kernels' slots of the codecs of K and of V."""
     made: list[Slots | None] = []
     for codec in _codecs(call):
         slots = None if codec is None else slots_of(codec, call.q.device)
@@ -105,7 +105,7 @@ def _key(call: AttendCall) -> Hashable:
 
 
 def _aligned(rows: Rows) -> bool:
-    """Whether exact tokens can be read 16 bytes at a time."""
+    """Return whether exact tokens can be read 16 bytes at a time."""
     steps = (x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3))
     return all(step % 16 == 0 for step in (*steps, *(x.data_ptr() for x in rows.exact)))
 
@@ -164,7 +164,7 @@ def _most_tokens(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tens
 
 
 class Prepared(NamedTuple):
-    """What stays from call to call; `variant`, `splits`: of the general kernel, and its parts.
+    """The constants of such calls; `variant`, `splits`: of the general kernel, and its parts.
 
     `chunk`: whether new tokens are attended apart from the past.
     """
@@ -177,7 +177,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
-    """Return what is known before calls that are alike are launched; `first` as in `rows_of`."""
+    """Return what is known before calls of one form are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
     chunk = is_chunk(call)
     fast = None if chunk else fast_of(calls, *slots)
@@ -197,7 +197,7 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
 def attend_prepared(
     known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
 ) -> None:
-    """Attend over calls that are alike, whose lengths and addresses are those of a table.
+    """Attend over calls of one form, whose lengths and addresses are those of a table.
 
     `known`: for calls like these; lengths are those that its table has. `out`:
     `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a

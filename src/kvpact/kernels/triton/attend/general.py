@@ -6,7 +6,7 @@ The parts are merged by `merge.py`.
 Query rows of a KV head are numbered `g * q_len + i` (query i of the head's group g). A program's
 rows are consecutive in `i * groups + g`, so that they see much the same tokens.
 
-Over latents (`torch.latent`) keys are those of both streams, one behind the other, and values those
+Over latents (`torch.latent`) keys are those of both streams, one after the other, and values those
 of the first.
 """
 
@@ -96,7 +96,7 @@ def _packed_logits(
 ):  # fmt: skip
     """Add the products of queries and packed keys."""
     has = has_packed(ROWS, row, tile, S)
-    # No `if`: behind one, compilers give each warp all of the logits, and work on them as often.
+    # No `if`: after one, compilers give each warp all of the logits, and work on them as often.
     end = tl.where(has, S.width, 0)
     if S.form.kind == "trellis":
         for index in tl.static_range(len(S.form.steps)):
@@ -186,7 +186,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for; `latent`: over latents; `mask`: its type, or none: ""."""
+    """A compiled variant of the kernel; `latent`: over latents; `mask`: its type, or none: ""."""
 
     k: StreamForm
     v: StreamForm

@@ -20,26 +20,26 @@ _MOST_DIM = 256
 
 
 def _flash_knows(call: AttendCall) -> bool:
-    """Whether flash attention, in the tokens' dtype, knows a call's new tokens: not fp32."""
+    """Return whether flash attention takes a call's new tokens, in their dtype: not fp32."""
     _, k, v, q, config, _, latent = call
     if k is None or v is None or latent or q.shape[2] != k.shape[2]:
         return False
     if config.mask is not None or config.softcap is not None:
         return False
     dims = {k.shape[3], v.shape[3]}
-    alike = len(dims) == 1 and max(dims) <= _MOST_DIM and max(dims) % 8 == 0
-    return alike and q.dtype in _HALVES and q.dtype is k.dtype is v.dtype
+    fits = len(dims) == 1 and max(dims) <= _MOST_DIM and max(dims) % 8 == 0
+    return fits and q.dtype in _HALVES and q.dtype is k.dtype is v.dtype
 
 
 def is_plain_prompt(call: AttendCall) -> bool:
-    """Whether a call is nothing but exact tokens, each of which attends to those before it."""
+    """Return whether a call is nothing but exact tokens, each attending to those before it."""
     config = call.config
     rules = (call.view, call.padding, config.sliding_window, config.sink_logits)
     return all(rule is None for rule in rules) and _flash_knows(call)
 
 
 def is_chunk(call: AttendCall) -> bool:
-    """Whether a call's new tokens are apart from its past: many, and all see all before them.
+    """Return whether a call's new tokens are apart from its past: many, all seeing all before.
 
     So no window is shorter than the chunk, and no padding reaches into it; that of a device is not
     read to know.
@@ -76,7 +76,7 @@ class PromptTokens(NamedTuple):
 
 
 def attend_new(calls: Sequence[AttendCall], scale: float) -> PromptTokens:
-    """Attend over the new tokens of calls that are chunks and alike, with this factor on logits."""
+    """Attend over the new tokens of calls that are chunks of one form; `scale`: on logits."""
     aten = torch.ops.aten
     causal = {call.config.is_causal for call in calls}
     if len(causal) > 1:

@@ -43,7 +43,7 @@ class QueryForm(NamedTuple):
 
 
 def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> QueryForm:
-    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike."""
+    """Return the scaled queries for packed tokens and for exact ones, of calls of one form."""
     call = calls[0]
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:
@@ -72,7 +72,7 @@ def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> Q
 
 
 def treated(call: AttendCall) -> bool:
-    """Whether a call's packed keys are treated in a way of their own."""
+    """Return whether a call's packed keys are treated in a way of their own."""
     return call.view is not None and isinstance(call.view.k.codec, TreatedKeys)
 
 

@@ -85,7 +85,7 @@ def rows_of(
 ) -> Rows:
     """Return the table of rows of calls.
 
-    `calls`: alike in all but lengths, padding, masks, windows, causality and sink logits. `slots`:
+    `calls`: equal in all but lengths, padding, masks, windows, causality and sink logits. `slots`:
     of K and of V; None where the calls have no view. `dtypes`: in which exact tokens of K and of V
     are read. `first`: where the first row of each call stands in the output. `skipped`: tokens of
     each call that another kernel attends (`fast_range`). Raises `CorruptState` where K and V hold
@@ -142,7 +142,7 @@ def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
 def _stream(
     filling: _Filling,
     part: slice,
-    side: at.Side,
+    side: at.SideColumns,
     stream: StreamView,
     dtype: torch.dtype,
     form: SlotForm,

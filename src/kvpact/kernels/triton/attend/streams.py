@@ -14,7 +14,7 @@ from kvpact.kernels.triton.columns import (
     HELD,
     NEW,
     SINKS_FROM,
-    Side,
+    SideColumns,
     count_of_row,
     of_row,
 )
@@ -28,7 +28,7 @@ TILE = tl.constexpr(32)
 
 @dataclass(frozen=True)
 class StreamForm:
-    """What kernels are told of K or of V when they are compiled.
+    """The constants of K or of V with which kernels are compiled.
 
     - `form`: of the slots; None where there are none.
     - `dim`, `width`: channels, and the same padded to a power of two.
@@ -46,7 +46,7 @@ class StreamForm:
     width: int
     number: str
     aligned: bool
-    at: Side
+    at: SideColumns
     thrice: bool
     key_piece: int
     value_piece: int
@@ -67,13 +67,13 @@ def _is_sink(ROWS, row, tokens, S: tl.constexpr):
 
 @triton.jit
 def has_packed(ROWS, row, tile, S: tl.constexpr):
-    """Whether a tile has packed tokens."""
+    """Return whether a tile has packed tokens."""
     return tile * TILE < count_of_row(ROWS, row, S.at.exact_from)
 
 
 @triton.jit
 def has_exact(ROWS, row, tile, S: tl.constexpr):
-    """Whether a tile has exact tokens."""
+    """Return whether a tile has exact tokens."""
     sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.at.sinks)
     return (tile * TILE + TILE > count_of_row(ROWS, row, S.at.exact_from)) | (
         tile * TILE < sinks_to

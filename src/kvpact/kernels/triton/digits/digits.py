@@ -33,7 +33,7 @@ from kvpact.kernels.triton.trellis.scores import load_trellis_queries, trellis_s
 
 @triton.jit
 def _blocks_of(first, last, split, N: tl.constexpr):
-    """Return the blocks of N tokens of a part: the first, and the one behind the last."""
+    """Return the blocks of N tokens of a part: the first, and the one after the last."""
     begin, end = first // N, tl.cdiv(last, N)
     share = tl.cdiv(end - begin, tl.num_programs(0))
     begin += split * share
@@ -89,7 +89,7 @@ def attend_digits(
     D: tl.constexpr = value_width(V)
     ORDER: tl.constexpr = order_of(V)
     first, last = count_of_row(ROWS, row, SKIP_FROM), count_of_row(ROWS, row, SKIP_TO)
-    # Query i sees the tokens behind `hidden + i`, so all see those from `seen` on.
+    # Query i sees the tokens after `hidden + i`, so all see those from `seen` on.
     hidden = count_of_row(ROWS, row, FIRST_QUERY) - count_of_row(ROWS, row, WINDOW)
     seen = tl.maximum(first, hidden + queries)
     tiles = count_of_row(ROWS, row, K_SLOTS + 5) // 32

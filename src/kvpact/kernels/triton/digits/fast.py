@@ -33,7 +33,7 @@ from kvpact.kernels.triton.trellis.fast import (
 from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, side_by_side
 
 MOST_ROWS = 16
-"""Query rows of a KV head: more make decoding cheap beside the products, and take all registers."""
+"""Query rows of a KV head: more make decoding cheap next to products, and take all registers."""
 MOST_MIXED_ROWS = 8
 """Where there are zeros or shifts."""
 LEAST_TOKENS = 256
@@ -45,7 +45,7 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 
 
 class Fast(NamedTuple):
-    """What the fast kernels do for calls that are alike; `kw`: bytes of k that stand side by side.
+    """The work of the fast kernels for calls of one form; `kw`: bytes of k that stand side by side.
 
     `inside`: whether no block reaches over the end of a segment.
     """
@@ -91,7 +91,7 @@ def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
 
 
 def _known_fields(form: SlotForm, order: str) -> bool:
-    """Return whether the kernel knows what stands beside the codes."""
+    """Return whether the kernel knows what stands with the codes."""
     if any(form.has(name) for name in ("base", "mean", "step")):
         return False
     if not form.has("shift"):
@@ -102,7 +102,7 @@ def _known_fields(form: SlotForm, order: str) -> bool:
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
-    """Return the first token that the fast kernels attend, and the one behind the last.
+    """Return the first token that the fast kernels attend, and the one after the last.
 
     All queries see these tokens, but for what a sliding window hides from some of them. No sink
     tokens are among them, and no padding.
@@ -131,7 +131,7 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, form: SlotForm) -> bool:
-    """Whether what is read in vectors lies at multiples of 16 bytes; asked once for a source."""
+    """Return whether what is read in vectors lies at multiples of 16 bytes; once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
         parts = form.parts
@@ -155,7 +155,7 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
-    """Return what the fast kernels do for calls that are alike; None where they do nothing."""
+    """Return what the fast kernels do for calls of one form; None where they do nothing."""
     call = calls[0]
     if k is None or v is None or k.form is None or v.form is None:
         return None

@@ -90,7 +90,7 @@ def _group_numbers(
 ):  # fmt: skip
     """Load a number per channel of each section of a block, fp32 `[T, C]`.
 
-    `SEGMENTS`, `head_bytes`: from `tiles.segments_of`. `last`: the token behind the last one.
+    `SEGMENTS`, `head_bytes`: from `tiles.segments_of`. `last`: the token after the last one.
     `tiles`: those of a segment. `C`: channels, filled up. All else: as of `attend_digits`.
     """
     T: tl.constexpr = _sections_of(FORM, NT)
@@ -130,9 +130,9 @@ def key_scores(
 ):  # fmt: skip
     """Return logits of base 2 `[N, G]`.
 
-    `fields`, `where`: of `tiles.fields_of`. `live`: which tiles are there; `last`: the token behind
+    `fields`, `where`: of `tiles.fields_of`. `live`: which tiles are there; `last`: the token after
     the last one; `tiles`: those of a segment. `TABLE`: K's levels. `ORDER`: the order of tokens,
-    which V's bits tell. All else: as of `digits.attend_digits`.
+    by V's bits. All else: as of `digits.attend_digits`.
     """
     digits, unit, numbers, sums = queries
     codes, scale, zero = fields

@@ -1,7 +1,7 @@
 """Words of codes to levels of 8 bits in registers: tables of 16 levels in four words, or no table.
 
 A table is looked up by `prmt`, which picks four of eight bytes by the nibbles of a selector. Each
-of these is one line of assembly (`ASM`) with a body in plain Triton beside it, for the interpreter
+of these is one line of assembly (`ASM`) with a body in plain Triton next to it, for the interpreter
 and for other devices.
 
 The last axes of what is returned are bits of an item's number, as each function says.
@@ -16,13 +16,13 @@ from kvpact.kernels.triton.transforms import rotated
 
 
 @triton.constexpr_function
-def order_of_k(kw, axes, behind=0):
-    """Return the axes of a product's k, and `behind` it others, in its order.
+def order_of_k(kw, axes, after=0):
+    """Return the axes of a product's k, and `after` it others, in its order.
 
     Given is that of four bytes side by side, which the last two axes number; with eight of them
     the two before change places.
     """
-    at = len(axes) - behind - 4
+    at = len(axes) - after - 4
     return axes if kw == 4 else (*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :])
 
 

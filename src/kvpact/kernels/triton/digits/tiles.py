@@ -83,7 +83,7 @@ def load_keys(
     `tiles`: the codes of each tile, `[2, WORDS, 16]`. `FIRST`, `STEP`, `COUNT`, `REAL`: words
     FIRST, FIRST + STEP, …; those from REAL on are zero.
     """
-    # The hint stands behind the reshape: older versions lose it there, and would copy 4 bytes.
+    # The hint stands after the reshape: older versions lose it there, and would copy 4 bytes.
     base = grouped(tiles, VBITS)[:, None, None, :, None, None, None]
     base = tl.multiple_of(base, [16, 16, 16, 16, 16, 16, 16])
     seen = grouped(live, VBITS)[:, None, None, :, None, None, None]

@@ -1,6 +1,6 @@
 """Codes, scales and zeros of tokens: the arithmetic of `kvpact.quantizers`, to the bit.
 
-Tiles are fp32 `[ROWS, padded]`, 0 behind the last channel; side information is fp16
+Tiles are fp32 `[ROWS, padded]`, 0 after the last channel; side information is fp16
 `[ROWS, groups of channels]`. Launch kernels that use this with ``enable_fp_fusion=False``.
 """
 

@@ -26,7 +26,7 @@ from kvpact.kernels.triton.encode.kernel import (
 )
 from kvpact.kernels.triton.encode.trellis_groups import choose_bases
 from kvpact.kernels.triton.encode.trellis_kernels import search_codes, store_codes, treat_tokens
-from kvpact.kernels.triton.forms import Places, SlotForm, Slots, on_device, places_of, slots_of
+from kvpact.kernels.triton.forms import SlotForm, SlotPlaces, Slots, on_device, places_of, slots_of
 from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
@@ -127,7 +127,7 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
         )
 
 
-def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
+def encode_at(codec: Codec, x: Tensor, slots: SlotPlaces, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), slots_of(codec, x.device)
     form, (batch, heads, tokens, _) = tables.known, x.shape
@@ -166,7 +166,7 @@ def tile_warps(form: SlotForm) -> int:
 
 
 def encode_trellis(
-    codec: Codec, form: SlotForm, x: Tensor, slots: Places, start: int, held: Tensor | None
+    codec: Codec, form: SlotForm, x: Tensor, slots: SlotPlaces, start: int, held: Tensor | None
 ) -> None:
     """Encode whole groups `[B, H, T, D]`, the channels side by side, from `start` on.
 
@@ -187,7 +187,7 @@ def encode_trellis(
 def _encode_piece(
     form: SlotForm,
     x: Tensor,
-    slots: Places,
+    slots: SlotPlaces,
     tables: KeyTables,
     start: int,
     held: Tensor | None,

@@ -1,4 +1,4 @@
-"""What a step does besides attending: it reads where tokens stand from the device.
+"""The part of a step besides attention: it reads where tokens stand from the device.
 
 Counts and addresses of each row stand in the table of `rows.py`. `take_tokens` writes down where
 the new tokens lie, and `advance` (called by `merge_parts`) counts them, so that a step's launches
@@ -23,7 +23,7 @@ from kvpact.kernels.triton.columns import (
     V_EXACT_FROM,
     V_TAIL,
     WINDOW,
-    Side,
+    SideColumns,
     count_of_row,
     of_row,
 )
@@ -37,7 +37,7 @@ _COUNTS += ["flags_row", "new", "queries", "heads", "groups", "batch"]
 
 @dataclass(frozen=True)
 class Taking:
-    """How a stream takes the new tokens of a step.
+    """The constants with which a stream takes the new tokens of a step.
 
     - `at`: where it stands in the table of rows.
     - `encodes`: whether tokens are encoded as they come, one by one, by `take_tokens`.
@@ -48,7 +48,7 @@ class Taking:
     """
 
     form: SlotForm
-    at: Side
+    at: SideColumns
     encodes: bool
     most: float
     longest: float
@@ -59,7 +59,7 @@ class Taking:
 
 @dataclass(frozen=True)
 class Counting:
-    """What is counted at the end of a step.
+    """The counts to be made at the end of a step.
 
     - `fast`: whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
     - `k_window`, `v_window`: exact tokens that streams keep.
@@ -76,7 +76,7 @@ class Counting:
 
 @triton.jit
 def _keep(ROWS, x, row, head, position, live, d, S: tl.constexpr):
-    """Copy tokens behind the tail, which is in their dtype."""
+    """Copy tokens after the tail, which is in their dtype."""
     place = position - of_row(ROWS, row, S.at.exact_from) + tl.arange(0, S.rows)
     to = of_row(ROWS, row, S.at.tail) + head * of_row(ROWS, row, S.at.tail + 1)
     to = (to + place * of_row(ROWS, row, S.at.tail + 2)).to(tl.pointer_type(x.dtype))

@@ -1,7 +1,7 @@
 """A layer's step in a few launches that are the same each time: what a CUDA graph can replay.
 
 It stands for the calls that define it: `attend_triton`, the encoders' `write`, and the copy of the
-new tokens behind the tail. Counts and addresses stand on the device and advance there; the host
+new tokens after the tail. Counts and addresses stand on the device and advance there; the host
 sends them where a layer's tokens have come to lie elsewhere.
 """
 
@@ -17,7 +17,7 @@ from kvpact.errors import KernelError
 from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, TokenMemory, can_step
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
-from kvpact.kernels.triton.columns import K_SIDE, V_SIDE, Side
+from kvpact.kernels.triton.columns import K_SIDE, V_SIDE, SideColumns
 from kvpact.kernels.triton.encode.encoder import (
     encode_at,
     encode_trellis,
@@ -25,14 +25,14 @@ from kvpact.kernels.triton.encode.encoder import (
     span_of,
     warps_of,
 )
-from kvpact.kernels.triton.forms import Places, on_device, sent, slots_of, width_of
+from kvpact.kernels.triton.forms import SlotPlaces, on_device, sent, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting, Taking, take_tokens
 from kvpact.kernels.views import WAITING, StreamView, exact_from
 from kvpact.methods import Codec
 
 
 def covers(call: AttendCall) -> bool:
-    """Whether steps like this call can be carried out on the device alone."""
+    """Return whether steps like this call can be carried out on the device alone."""
     if call.latent or not can_step(call):
         return False
     assert call.view is not None
@@ -45,11 +45,11 @@ class Taker(NamedTuple):
     """A stream that takes tokens. `codec`: that a kernel encodes for."""
 
     codec: Codec
-    slots: Places
+    slots: SlotPlaces
     taking: Taking
 
 
-def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking:
+def taking_of(codec: Codec, x: Tensor, side: SideColumns, wait: bool = False) -> Taking:
     """Return how a stream takes tokens like `x`; those that `wait` are encoded when they leave."""
     form = slots_of(codec, x.device).known
     alone = codec.group == 1  # as they come, no groups of them
@@ -64,9 +64,9 @@ def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking
 
 
 Flag = tuple[int, bool, bool]
-"""What `take` is told of a row, or of all of them: the address of a 0-d bool that becomes False
+"""The flags of a row, or of all of them, for `take`: the address of a 0-d bool that becomes False
 where a number of its tokens or queries can't be stored; whether K's tokens, and V's, are copied
-behind the tail."""
+after the tail."""
 
 
 def sent_flags(flags: Sequence[Flag], device: torch.device) -> Tensor:
@@ -77,11 +77,11 @@ def sent_flags(flags: Sequence[Flag], device: torch.device) -> Tensor:
 def take(
     table: Tensor, flags: Tensor, sides: Sequence[Taker], k: Tensor, v: Tensor, q: Tensor
 ) -> None:
-    """Take the tokens of a step, behind those that each row holds: the device alone knows.
+    """Take the tokens of a step, after those that each row holds: the device alone knows.
 
     Tokens of groups and of trellises are encoded by others.
 
-    `table`: of `rows`; gets to know where the new tokens lie. `flags`: of `sent_flags`, one for
+    `table`: of `rows`; takes the places of the new tokens. `flags`: of `sent_flags`, one for
     each row or one for all. `k`, `v`, `q`: `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and
     `[B, H_q, queries, D]`, their last axes without gaps.
     """
@@ -108,7 +108,7 @@ End = tuple[int, TokenMemory]
 
 
 class _At(NamedTuple):
-    """Where a row's tokens stand; what they lie in by identity."""
+    """The places of a row's tokens; what they lie in by identity."""
 
     held: int
     k_exact_from: int
@@ -120,7 +120,7 @@ class _At(NamedTuple):
 
 
 class TritonStep(StepRunner):
-    """What stays from one step of a layer to the next.
+    """Per-layer constants of repeated decode steps.
 
     - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
       they read and write.
@@ -147,15 +147,15 @@ class TritonStep(StepRunner):
         self._at: list[_At] = []
         self._memory: list[TokenMemory] = []
         self._sources: list[tuple[SegmentSource, SegmentSource]] = []
-        self._slots: list[Places] = []
+        self._slots: list[SlotPlaces] = []
         self._known: Prepared | None = None
         self._flags: tuple[list[Flag], Tensor] | None = None
 
-    def alike(self, other: object) -> bool:
-        """Whether two are for calls that are alike, but for their slots."""
+    def matches(self, other: object) -> bool:
+        """Return whether two are for the same calls, but for their slots."""
         if self is other:
             return True
-        if not isinstance(other, TritonStep) or not super().alike(other):
+        if not isinstance(other, TritonStep) or not super().matches(other):
             return False
         # Kernels are launched with the codecs of the first row.
         pairs = zip(self._codecs, other._codecs, strict=True)
@@ -207,7 +207,7 @@ class TritonStep(StepRunner):
         return out
 
     def _flags_of(self, flags: list[Flag]) -> Tensor:
-        """Return what `take` is told of rows, sent where it is not what it was."""
+        """Return the flags of rows for `take`, sent where they have changed."""
         if self._flags is None or self._flags[0] != flags:
             self._flags = (flags, sent_flags(flags, self._good.device))
             self.placed += 1
@@ -239,7 +239,7 @@ class TritonStep(StepRunner):
         if sources != self._sources:
             batch, device = sum(call.q.shape[0] for call in calls), calls[0].q.device
             self._slots = [
-                Places.of(slots_of(codec, device).known, side, batch, device)
+                SlotPlaces.of(slots_of(codec, device).known, side, batch, device)
                 for codec, side in zip(self._codecs, zip(*sources, strict=True), strict=True)
             ]
         self._memory = [memory for _, _, k, v in rows for memory in (k[1], v[1])]

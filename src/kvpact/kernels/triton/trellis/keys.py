@@ -20,11 +20,11 @@ from kvpact.kernels.triton.trellis.levels import (
     PAIR,
     TURNED,
     apart,
-    beside,
     block_table,
     first_word,
     levels8,
     spread,
+    stacked,
     words_of,
 )
 
@@ -87,7 +87,7 @@ def _upper_shift(form, index, word):
 def _load(tiles, live, ROW: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr,
           VBITS: tl.constexpr):  # fmt: skip
     """Load words of each token, a tuple of `[S, X, U, R, 1, J]`."""
-    # The hint stands behind the reshape: older versions lose it there, and would copy 4 bytes.
+    # The hint stands after the reshape: older versions lose it there, and would copy 4 bytes.
     base = grouped(tiles, VBITS)[:, None, None, :, None, None]
     base = tl.multiple_of(base, [16, 16, 16, 16, 16, 16])
     seen = grouped(live, VBITS)[:, None, None, :, None, None]
@@ -168,7 +168,7 @@ def _before(words, pair, turned, BACK: tl.constexpr, TURN: tl.constexpr, ASM: tl
     found = ()
     for i in tl.static_range(STRIDE):
         found += (_bytes(words, pair, turned, i - BACK, STRIDE, TURN, ASM),)
-    return beside(found, 0, STRIDE)
+    return stacked(found, 0, STRIDE)
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def key_levels(
     if len(found) == 1:
         found += found
     COUNT: tl.constexpr = len(found) * STRIDE
-    x = bytes_of(beside(found, 0, len(found)))
+    x = bytes_of(stacked(found, 0, len(found)))
     x = x.reshape(_split(x.shape, COUNT))
     # S X U R t J | chunk, half | low, high bit of the byte
     x = x.permute(order_of_k(KW, (0, 1, 5, 2, 3, 6, 7, 4, 9, 8)))

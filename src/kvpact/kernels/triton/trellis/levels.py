@@ -114,21 +114,21 @@ def _shape(given, *last):
 
 
 @triton.jit
-def beside(items, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr = 1):
+def stacked(items, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr = 1):
     """Put COUNT tensors of a tuple, from FIRST on in steps of STEP, in a new last axis."""
     if COUNT == 1:
         x = tl.expand_dims(items[FIRST], len(items[FIRST].shape))
     else:
         HALF: tl.constexpr = COUNT // 2
-        even = beside(items, FIRST, HALF, 2 * STEP)
-        odd = beside(items, FIRST + STEP, HALF, 2 * STEP)
+        even = stacked(items, FIRST, HALF, 2 * STEP)
+        odd = stacked(items, FIRST + STEP, HALF, 2 * STEP)
         x = tl.join(even, odd).reshape(_shape(items[FIRST].shape, COUNT))
     return x
 
 
 @triton.jit
 def apart(x, COUNT: tl.constexpr):
-    """Undo `beside`: a tuple of COUNT tensors."""
+    """Undo `stacked`: a tuple of COUNT tensors."""
     if COUNT == 1:
         items = (x.reshape(x.shape[:-1]),)
     else:

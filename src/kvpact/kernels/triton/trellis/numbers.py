@@ -28,7 +28,7 @@ def base_logits(flags, mean, step, query, first, tile, channel, FORM: tl.constex
 
     Of some `channel`s, int32: those of several calls are added, one of which has `first`. `flags`,
     `mean`, `step`: units of a segment's and head's fields, int32, int8, fp16. `query`: fp32
-    `[rows, channels]`, scaled, not transformed; 0 behind the last channel. `first`: fp32 `[rows]`,
+    `[rows, channels]`, scaled, not transformed; 0 after the last channel. `first`: fp32 `[rows]`,
     products with the first key; 0 where that is no base. `tile`: of 32 tokens in the segment.
     """
     flag = base_flags(flags, tile)
@@ -184,7 +184,7 @@ def step_numbers(
 def trellis_numbers(codes, scale, LEVELS, channel, FORM: tl.constexpr):
     """Return level * unit * n of some channels of 32 tokens, fp32 `[32, channels]`.
 
-    Channels are the steps of the blocks' trellises; those behind the last one are 0.
+    Channels are the steps of the blocks' trellises; those after the last one are 0.
 
     `codes`, `scale`: to those of the tile, int32 and uint8; `LEVELS`: fp32, those of all blocks
     (`Slots.levels`).

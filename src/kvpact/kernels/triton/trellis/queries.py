@@ -22,7 +22,7 @@ from kvpact.transforms import RandomHadamard
 class KeyTables(NamedTuple):
     """Tables of a codec, by KV head; what was not learnt changes nothing.
 
-    - `signs`: fp32, of the rotations of all blocks, one behind the other.
+    - `signs`: fp32, of the rotations of all blocks, one after the other.
     - `order`: `[H, D]` int32: the channel at each place of the blocks.
     - `weight`, `first`: `[H, D]` fp32, by channel.
     - `deviation`: `[H, blocks]` fp32.
@@ -61,7 +61,7 @@ def key_tables(codec: Codec, heads: int, device: torch.device) -> KeyTables:
 
 
 class Treatment(NamedTuple):
-    """What queries are multiplied by.
+    """The factors on queries.
 
     `matrix`: `[H, D, D]` fp32: a query from the left gives the one for stored numbers. `first`:
     `[H, D, 1]` fp32, the first key; None where it is no base.

@@ -1,7 +1,7 @@
 """V's codes of trellises as the left operand of integer products; see `tiles` for the order.
 
 A code's level needs the coded bits of channels before it, at the same place of their words. So a
-thread has up to 16 channels, one behind the other; of those before them, the four that another
+thread has up to 16 channels, one after the other; of those before them, the four that another
 thread has come from there.
 
 Axes of V's words are `[S, O, 8, U, Q, RUN]`: S, U, Q as of `tiles`, O times eight groups of
@@ -23,11 +23,11 @@ from kvpact.kernels.triton.trellis.levels import (
     BY_4_HALF,
     KEEP,
     apart,
-    beside,
     block_table,
     first_word,
     levels8,
     spread,
+    stacked,
     words_of,
 )
 
@@ -46,7 +46,7 @@ def token_order(form: SlotForm) -> int:
 
 @triton.constexpr_function
 def run_of(form: SlotForm) -> int:
-    """Return the channels of a thread, one behind the other."""
+    """Return the channels of a thread, one after the other."""
     return min(form.dim // 8, 16)
 
 
@@ -102,8 +102,8 @@ def value_levels(
     half = row_of(TABLE, BY_2_HALF, _AXIS, _RANK)
     own = _load(tiles, live, BLOCK.low.row, 2 if WIDTH == 1 else 1, FORM)
     words = apart(_before(own, FORM), 4) + apart(own, RUN)
-    flip = beside(words, 3, RUN) ^ beside(words, 4 - BLOCK.memory, RUN)
-    second, above = beside(words, 2, RUN), own
+    flip = stacked(words, 3, RUN) ^ stacked(words, 4 - BLOCK.memory, RUN)
+    second, above = stacked(words, 2, RUN), own
     if WIDTH == 1:
         own, second, flip = own >> half, second >> half, flip >> half
     elif WIDTH == 2 and BLOCK.high.width > 0:
@@ -121,7 +121,7 @@ def value_levels(
             own >> (WIDTH * q), flip >> (WIDTH * q), second >> (WIDTH * q), above >> q, table,
             keep, BLOCK.bits, ASM,
         )  # fmt: skip
-    x = bytes_of(beside(found, 0, 2 * EIGHTS))
+    x = bytes_of(stacked(found, 0, 2 * EIGHTS))
     x = x.reshape(x.shape[0], x.shape[1], 8, 4, RUN, EIGHTS, 2, 2, 2)
     # O c g | S, eight, half, t, high, low bit of the byte
     x = x.permute(order_of_k(KW, (1, 4, 2, 0, 5, 6, 3, 8, 7)))
