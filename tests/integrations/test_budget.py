@@ -62,7 +62,7 @@ def test_windows_of_other_layers_are_set_aside(make_model):
     cache = CompressedCache(model, budget=BYTES)
     run(model, cache, IDS)
     told = cache.stats()
-    assert told["own_bytes"] > 0 and cache._shared.budget.beside[4] >= told["own_bytes"]
+    assert told["own_bytes"] > 0 and cache._shared.budget.extra[4] >= told["own_bytes"]
     assert told["budget"]["bytes"] == BYTES
     with pytest.raises(BudgetExceeded, match="rows"):
         cache.batch_repeat_interleave(2)

@@ -168,8 +168,8 @@ def energy(number: float = 1.0, tokens: int = SEEN) -> torch.Tensor:
     (37, 1, 1.0, "nothing learns from"),
     (20, 1, 1.0, "nothing learns from"),
     (68, 32, 1.0, "nothing learns from"),
-    (69, 1, 1.0, "beside what was learnt"),
-    (70, SEEN, 1.0, "beside what was learnt"),
+    (69, 1, 1.0, "along with what was learnt"),
+    (70, SEEN, 1.0, "along with what was learnt"),
 ])  # fmt: skip
 def test_energies_that_no_cache_has_seen_are_refused(tokens, seen, number, message):
     cache = started(20)

@@ -1,4 +1,4 @@
-"""Where slots live; `check_layer`, `check_tokens` and `check_query` serve caches of others, too."""
+"""Caches; `check_layer`, `check_tokens` and `check_query` serve caches of others, too."""
 
 from kvpact.cache.batch.contiguous import ContiguousCache
 from kvpact.cache.batch.mla import MLACache

@@ -1,4 +1,4 @@
-"""What may be stored: every wrong input is named before anything changes."""
+"""Checks of what may be stored: every wrong input is named before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a cache go, counted from its tensors or planned from its format."""
+"""The bytes of a cache by their use, counted from its tensors or planned from its format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpact.units import StreamFacts
 
 
 class Summary(NamedTuple):
-    """What a cache holds in a few words; `exact`: bytes of the same tokens, uncompressed."""
+    """A summary of a cache; `exact`: bytes of the same tokens, uncompressed."""
 
     spec: str
     rows: int
@@ -45,7 +45,7 @@ class Summary(NamedTuple):
 
 
 class Summarized:
-    """What every cache tells of itself at a glance."""
+    """The properties that summarize every cache."""
 
     def _summary(self) -> Summary:
         raise NotImplementedError
@@ -193,7 +193,7 @@ def planned_bytes(
     Returns ``slots``, ``factors`` (what codecs learn: a basis, a codebook), ``sinks``, ``window``,
     ``unused``, ``total``; equal to what `memory_usage` of such a cache counts, but for what
     `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of single
-    tokens leave behind the window.
+    tokens leave after the window.
     """
     itemsize = (geometry.dtype or torch.float16).itemsize
     found: Counter[str] = Counter()

@@ -148,7 +148,7 @@ class ContiguousCache(Evictable, BatchRows):
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:
                 self._end_prompt()
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             output = attend(entry, k, v, q, config, sizes)
             self._stored(layer, q.nbytes)
             return output
@@ -176,7 +176,7 @@ class ContiguousCache(Evictable, BatchRows):
             sizes = self._check(layer, k, v, q, config)
             if k.shape[2] <= MOST_STEP:
                 self._end_prompt()
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.alike)
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             step = entry.store(k, v, config, q, sizes)
             self._stored(layer, k.nbytes if q is None else q.nbytes)
             return step
@@ -187,11 +187,11 @@ class ContiguousCache(Evictable, BatchRows):
         self.compute.end_prompt()
 
     def _stored(self, layer: int, queries: int) -> None:
-        """Tell malloc that a layer's tokens are stored; the others' may need nothing new.
+        """Let malloc know that a layer's tokens are stored; the others' may need nothing new.
 
         `queries`: their bytes, and those of a model's other activations are multiples.
         """
-        if self.compute.alike and (queries < _ACTIVATIONS or torch.get_num_threads() > 1):
+        if self.compute.repeats and (queries < _ACTIVATIONS or torch.get_num_threads() > 1):
             self.heap.release()
         self.heap.stored(layer + 1 == len(self._layers))
 
@@ -299,7 +299,7 @@ class ContiguousCache(Evictable, BatchRows):
         Parameters
         ----------
         token_ids : Tensor, optional
-            `[T]` or `[B, T]` integers, stored beside.
+            `[T]` or `[B, T]` integers, stored with the tokens.
         identity : Identity, optional
             Model, adapter and tenant (`kvpact.snapshot.Identity`).
         page_size : int, optional

@@ -39,7 +39,7 @@ class MLACache(ContiguousCache):
         Widths r of `c_kv` and d_rope of `k_rope`.
     rope : str, optional
         The method for `k_rope`: 8-bit integers with the spec's sinks and window if omitted (exact
-        with ``none``). It may also stand in the spec, behind a slash.
+        with ``none``). It may also stand in the spec, after a slash.
     dtype : torch.dtype, optional
         Dtype of the latents; that of the first ones if omitted.
     max_tokens : int, optional

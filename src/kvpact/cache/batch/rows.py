@@ -1,4 +1,4 @@
-"""What a `CompressedKVCache` does with the rows of its batch, whatever holds them."""
+"""Operations of a `CompressedKVCache` on the rows of its batch, whatever holds them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache with a budget is given: bytes, a ladder of specs, and an order (see `ladder`)."""
+"""Budgets of caches: bytes, a ladder of specs, and an order (see `ladder`)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ DEFAULT_RUNGS = ("none", *(f"trellis:bits={bits}" for bits in (6, 4, 3, 2)))
 
 @dataclass(frozen=True)
 class Budget:
-    """What a cache was given: bytes, a ladder and an order; see `Planner`.
+    """The budget of a cache: bytes, a ladder and an order; see `Planner`.
 
-    `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself,
+    `rungs`: one spec per layer each; `extra`: bytes of a row that the cache does not hold itself,
     by the bytes of an exact number.
     """
 
     bytes: int
     rungs: tuple[tuple[Spec, ...], ...]
     sensitivity: Mapping[Part, float] | None = None
-    beside: Mapping[int, int] | None = None
+    extra: Mapping[int, int] | None = None
 
     def refuse(self, **others: object) -> None:
         """Raise `SpecError` where an option is used that does not go with a budget."""
@@ -49,9 +49,9 @@ class Budget:
 
     def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
         """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""
-        beside = batch * (self.beside or {}).get(dtype.itemsize, 0)
+        extra = batch * (self.extra or {}).get(dtype.itemsize, 0)
         order = tuple((self.sensitivity or {}).items())
-        return _planned(geometry, self.rungs, self.bytes, batch, dtype, order, beside)
+        return _planned(geometry, self.rungs, self.bytes, batch, dtype, order, extra)
 
 
 @lru_cache(maxsize=16)
@@ -62,10 +62,10 @@ def _planned(
     batch: int,
     dtype: torch.dtype,
     order: tuple[tuple[Part, float], ...],
-    beside: int,
+    extra: int,
 ) -> Schedule:
-    """Return a schedule: planning takes tenths of a second, once for all caches alike."""
-    return Planner(geometry, rungs, budget, batch, dtype, dict(order), beside).plan()
+    """Return a schedule: planning takes tenths of a second, once for all caches of a kind."""
+    return Planner(geometry, rungs, budget, batch, dtype, dict(order), extra).plan()
 
 
 def ladder_of(

@@ -66,12 +66,12 @@ class BudgetCache(ContiguousCache):
         if self._schedule is None or not isinstance(k, Tensor) or k.dim() != 4:
             return
         entry, new = self._layers[layer], k.shape[2]
-        behind = [x for x in self._layers if x.length and x.next_rung < entry.length + new]
-        if behind and self._schedule.crowded(entry.length, new):
+        late = [x for x in self._layers if x.length and x.next_rung < entry.length + new]
+        if late and self._schedule.crowded(entry.length, new):
             total = entry.length + new
             with self.compute.checking(), entry.lock:
                 self._check(layer, k, *others)
-            for one in behind:  # no other lock is held
+            for one in late:  # no other lock is held
                 one.go_down(total)
 
     def reserve(self, tokens: int) -> None:
@@ -108,5 +108,5 @@ class BudgetCache(ContiguousCache):
     def stats(self) -> dict[str, Any]:
         """Return what any cache tells, and what became of the budget."""
         stats, schedule = super().stats(), self._schedule
-        told = schedule.stats(stats["tokens"], self.specs) if schedule else {}
-        return stats | {"budget": {"bytes": self.budget.bytes, **told}}
+        more = schedule.stats(stats["tokens"], self.specs) if schedule else {}
+        return stats | {"budget": {"bytes": self.budget.bytes, **more}}

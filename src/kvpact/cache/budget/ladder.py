@@ -7,12 +7,12 @@ shape and an order alone, so that the same tokens have the same bytes in one pie
 
 The next one to take a rung is where a byte saved costs least: its *sensitivity* times the rise of
 the distortion of its codes, per byte. A bit less makes the distortion of codes 3.65 times as large
-(measured on `trellis`); numbers that are kept have none. Without known sensitivities all are alike,
+(measured on `trellis`); numbers that are kept have none. Without known sensitivities all are equal,
 and of equals those go first that lie farthest from those that have gone, V before K.
 
-All layers but one may be a call behind: so the plan leaves room for `AHEAD` tokens that some layers
-have already, and for what K or V of a layer takes while it is compressed again, beside what it held
-before. Where a longer call could need more, all layers first take the rungs that it ends with, and
+All layers but one may lag by a call: so the plan leaves room for `AHEAD` tokens that some layers
+have already, and for what K or V of a layer takes while it is compressed again, on top of its old
+bytes. Where a longer call could need more, all layers first take the rungs that it ends with, and
 its tokens are encoded by these alone: their bytes are not those of smaller pieces.
 """
 
@@ -97,7 +97,7 @@ class Schedule:
         return 8 * sum(x.slot for x in flat) / max(sum(x.width for x in flat), 1)
 
     def lengths(self) -> list[int]:
-        """Return the lengths behind which a layer has another spec."""
+        """Return the lengths after which a layer has another spec."""
         return sorted({x.tokens for layer in self.layers for x in layer if x.tokens})
 
     def check_length(self, total: int) -> None:
@@ -117,7 +117,7 @@ class Schedule:
         return Change(0, self.spec(layer, total)), *(x for x in changes if x.tokens >= total)
 
     def crowded(self, held: int, new: int) -> bool:
-        """Tell whether a call could need more bytes while layers take its rungs one by one."""
+        """Return whether a call could need more bytes while layers take its rungs one by one."""
         return new > AHEAD and self._apart(held, held + new) > self.budget
 
     def _apart(self, held: int, total: int) -> int:
@@ -182,7 +182,7 @@ def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int
 class Planner:
     """Grows a cache that does not exist, and takes rungs (most bytes first) where it has to.
 
-    `sensitivity`: what a distortion of a part costs; `beside`: bytes of the budget for others.
+    `sensitivity`: what a distortion of a part costs; `extra`: bytes of the budget for others.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class Planner:
         batch: int,
         dtype: torch.dtype,
         sensitivity: Mapping[Part, float],
-        beside: int = 0,
+        extra: int = 0,
     ) -> None:
-        self.rungs, self.budget, self.beside = rungs, budget - beside, beside
+        self.rungs, self.budget, self.extra = rungs, budget - extra, extra
         self.shape = batch, geometry.num_kv_heads, dtype.itemsize
         self.layers = geometry.num_layers
         one = CacheGeometry(
@@ -225,7 +225,7 @@ class Planner:
     def need(self, tokens: int) -> int:
         """Return the bytes that have to be there for all tokens, and to take a next rung."""
         held = [self.most(part, tokens) for part in self.parts]
-        # In a first call K takes all its rungs, then V, while all behind them hold nothing.
+        # In a first call K takes all its rungs, then V, while all after them hold nothing.
         so_far = accumulate(held, initial=0)
         first = max(a + self.peaks[p] for p, a in zip(self.parts, so_far, strict=False))
         more = self.transient(tokens)
@@ -276,9 +276,9 @@ class Planner:
         batch, heads, itemsize = self.shape
         if not tokens:
             raise BudgetExceeded(
-                f"a budget of {size_text(self.budget + self.beside)} has no room for {STEP} tokens "
+                f"a budget of {size_text(self.budget + self.extra)} has no room for {STEP} tokens "
                 f"of {batch} row{'s' * (batch != 1)}; the least one is "
-                f"{size_text(self.least() + self.beside)}"
+                f"{size_text(self.least() + self.extra)}"
             )
         layers = tuple(map(tuple, changes))
         return Schedule(self.budget, batch, layers, tokens, self.known, heads, itemsize)

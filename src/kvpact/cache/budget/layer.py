@@ -30,7 +30,7 @@ Pair = tuple[Stream, Stream]
 
 
 class Descent(NamedTuple):
-    """What a layer has left to do (`Held.descent`); a rollback leaves its rungs as they are.
+    """The rungs that a layer has left (`Held.descent`); a rollback leaves them as they are.
 
     - `rungs`: the spec of now and those to come.
     - `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
@@ -60,7 +60,7 @@ class BudgetLayer(CacheLayer):
 
     @property
     def next_rung(self) -> float:
-        """Tokens behind which the layer takes another spec."""
+        """Tokens after which the layer takes another spec."""
         rungs = self._descent.rungs
         return rungs[1][0] if len(rungs) > 1 else inf
 
@@ -131,7 +131,7 @@ class BudgetLayer(CacheLayer):
         return self._ahead(self._descent, k, padding) or k
 
     def _ahead(self, descent: Descent, k: Stream, padding: Tensor | None) -> Stream | None:
-        """Return `Descent.ahead` of keys, whose rows begin behind their padding."""
+        """Return `Descent.ahead` of keys, whose rows begin after their padding."""
         rungs, ahead = descent
         if ahead is None and (ahead := self._to_learn(rungs, k)) is not None and ahead.offset:
             ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))
@@ -228,9 +228,9 @@ def _up_to(
 def in_pieces(
     stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None
 ) -> tuple[Stream, Tensor]:
-    """Store all but the last new tokens behind others, a few at a time; return what is left.
+    """Store all but the last new tokens after others, a few at a time; return what is left.
 
-    An append behind a tail copies its tokens while it encodes them, which have no room at once.
+    An append after a tail copies its tokens while it encodes them, which have no room at once.
     """
     size = PIECE * 4 // stream.memory.tensor.element_size()
     while stream.length and x.shape[2] > size:

@@ -1,1 +1,1 @@
-"""What one layer of a cache holds, how tokens come in, and how it is saved."""
+"""One layer of a cache: its state, the way tokens come in, and how it is saved."""

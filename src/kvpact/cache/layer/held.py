@@ -1,4 +1,4 @@
-"""What a layer of a cache holds at one moment, and what new tokens make of it."""
+"""The state of a layer at one moment, and what new tokens make of it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Sizes = Sequence[float] | None
 
 
 class Held(NamedTuple):
-    """What a layer holds at one moment.
+    """The state of a layer at one moment.
 
     - `k`, `v`: the streams; None while nothing is held.
     - `padding`: `[B]` left-padding tokens.
     - `version`: counts the changes that make views stale.
-    - `plan`: who computes; None before the first tokens.
+    - `plan`: the backends; None before the first tokens.
     - `good`: 0-d bool: whether all tokens passed the checks that were deferred; None where none
       were.
     - `seen`: `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.
-    - `begin`: tokens in front that were let go of; all others are counted from there.
+    - `begin`: tokens in front that were dropped; all others are counted from there.
     - `until`: tokens up to which steps only store them.
     - `descent`: what a `BudgetLayer` has left to do; None of any other.
     """
@@ -80,7 +80,7 @@ def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor
     # A call without queries ends what is seen.
     if q is None or length + q.shape[2] <= first or end <= 0 or known != max(length - first, 0):
         return seen
-    # Queries of latents have the rotated part behind what meets K.
+    # Queries of latents have the rotated part after what meets K.
     energy = energies(q[:, :, start:end, : k.shape[3]], k.shape[1])
     return energy if seen is None else torch.cat([seen, energy], 2)
 
@@ -108,11 +108,11 @@ def next_offset(
 ) -> KnownByPosition:
     """Return the offset of keys with what `config` or padding says of rows without a real token."""
     # A rotation is undone as it was done, whatever it begins with: padding is saved anyway.
-    told = config.origin if isinstance(offset, RowOffset) else None
-    given = padding if told is None else told
+    named = config.origin if isinstance(offset, RowOffset) else None
+    given = padding if named is None else named
     origin = None if given is None else tuple(given.tolist())
     if held.length:
-        if held.padding is None or config.padding is told is None:
+        if held.padding is None or config.padding is named is None:
             return offset
         before, after = (x or (0,) * len(held.padding) for x in (offset.origin, origin))
         filled = (held.padding < held.length).tolist()

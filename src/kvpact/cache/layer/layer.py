@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpact.cache.layer.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
-from kvpact.cache.layer.prompt import Prompt, alike_key
+from kvpact.cache.layer.prompt import Prompt, prompt_key
 from kvpact.cache.layer.stored import Step
 from kvpact.cache.stream.codecs import codec_of, small_sizes
 from kvpact.cache.stream.segments import MakeStore, SegmentList
@@ -30,7 +30,7 @@ class CacheLayer:
 
     What is held is one immutable value, exchanged by one assignment. So an exception, whatever it
     is and wherever it comes from, leaves the layer as it was before the call or as it is after it.
-    Slots that an append was about to fill lie behind all that the value speaks of; the next
+    Slots that an append was about to fill lie after all that the value speaks of; the next
     operation clears them. Who calls the parts of an append, `truncated` or `settle` holds the lock.
 
     - `make_store`: makes the storage of a stream (see `MakeStore`).
@@ -92,7 +92,7 @@ class CacheLayer:
         return self._held.version + self._moved
 
     def __repr__(self) -> str:
-        """Tell what is held."""
+        """Describe what is held."""
         held = self._held
         padding = "" if held.padding is None else f", padding={held.padding.tolist()}"
         state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
@@ -106,7 +106,7 @@ class CacheLayer:
         q: Tensor | None = None,
         sizes: Sizes = None,
     ) -> Step:
-        """Store new tokens and return them beside a view of the past."""
+        """Store new tokens and return them with a view of the past."""
         with self.lock:
             return self.commit(self.prepare(k, v, config, q, sizes))
 
@@ -120,12 +120,12 @@ class CacheLayer:
     ) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
         held, padding, pair = self._begun(k, v, config, sizes, self._spec)
-        alike, known, first = None, self.compute.prompts, held.k is None and padding is None
+        key, known, first = None, self.compute.prompts, held.k is None and padding is None
         if first and sizes and not any(self.small) and self._make_store == SegmentList.new:
-            alike = alike_key(pair, k, v, q)
-            ready = (prompt := known.get(alike)) and prompt.take((k, v, q), sizes)
+            key = prompt_key(pair, k, v, q)
+            ready = (prompt := known.get(key)) and prompt.take((k, v, q), sizes)
             if ready:
-                self.compute.alike = True
+                self.compute.repeats = True
                 after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
                 step = Step(None, k, v, None, self.lock, ready.plan, self._latent)
                 return LayerPlan(held, after, [], step, config.exact_new)
@@ -135,10 +135,10 @@ class CacheLayer:
         v_plan = pair[1].prepare(v, padding, None, v_size)
         seen = None if k_plan.after.codec.ready else seen
         plan = self._planned(held, [k_plan, v_plan], (k, v), padding, seen, config)
-        if alike is not None and alike not in known:
+        if key is not None and key not in known:
             empty = self.compute.plan(pair[0].plan, pair[1].plan, False, self._latent)
             count = self.compute.layers.get(str(self._spec), 1) - 1
-            known[alike] = Prompt.like(pair, (k_plan.after, v_plan.after), empty, (k, v, q), count)
+            known[key] = Prompt.like(pair, (k_plan.after, v_plan.after), empty, (k, v, q), count)
         return plan
 
     def _begun(
@@ -178,7 +178,7 @@ class CacheLayer:
             found = collected()
             good = found if good is None or found is None else good & found
         after = held._replace(k=k, v=v, padding=padding, plan=plan, good=good, runner=None)
-        self.compute.alike = False
+        self.compute.repeats = False
         past = self._view(held, padding)
         step = Step(past, new[0], new[1], padding, self.lock, plan, self._latent)
         return LayerPlan(held, after._replace(seen=seen), appends, step, config.exact_new)
@@ -242,15 +242,15 @@ class CacheLayer:
         codec, known = codec or codec_of(method, key, dim, x.dtype), self.compute.empty
         if any(self.small) and not isinstance(codec, ScaledCodec):
             codec = scaled_for(codec, self.small[0 if key else 1])
-        # Layers begin alike, and a stream never changes.
-        alike = codec, method, self._make_store, batch, heads, dim, x.dtype, x.device
-        stream = known.get(alike)
+        # Layers begin the same way, and a stream never changes.
+        kind = codec, method, self._make_store, batch, heads, dim, x.dtype, x.device
+        stream = known.get(kind)
         if stream is None:
             store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
             plan = self.compute.stream(codec, x.device, x.dtype)
             stream = Stream.empty(codec, x, method.sinks, method.window, store, plan)
             if self._make_store == SegmentList.new and not codec.state():
-                known[alike] = stream
+                known[kind] = stream
         if self.offset is None and codec.rotation is None:
             return stream
         return stream._replace(offset=known_by_position(codec, key, self.offset))

@@ -1,7 +1,7 @@
-"""Tokens that a caller lets go of, wherever they stand; those behind them move up.
+"""Tokens that a caller drops, wherever they stand; those after them move up.
 
 The result is defined by this: a stream becomes what it is after a rollback to the first token that
-goes once it is given what stays behind that one, decompressed. So tokens in front stay as they
+goes once it is given what stays after that one, decompressed. So tokens in front stay as they
 lie, exact tokens stay exact, and all others are compressed a second time.
 """
 
@@ -31,9 +31,9 @@ class Evictable:
 
         Later tokens move up: what was token `end` is token `begin` from now on. Their keys stay as
         they are, turned by the positions they were stored with; so go on with the positions that
-        would have followed. Packed tokens behind the gap are decompressed and packed again, which
+        would have followed. Packed tokens after the gap are decompressed and packed again, which
         costs them precision. If anything is raised, all layers are as before; until the end of the
-        call what lies behind `begin` is held twice.
+        call what lies after `begin` is held twice.
 
         Parameters
         ----------
@@ -55,7 +55,7 @@ class Evictable:
         check_count("end", end)
         length = self._length()
         if not begin <= end <= length:
-            raise GeometryError(f"tokens {begin} to {end} of {length} can't be let go of")
+            raise GeometryError(f"tokens {begin} to {end} of {length} can't be dropped")
         kept = torch.arange(length - (end - begin), dtype=torch.int64, device="cpu")
         kept[begin:] += end - begin
         self._keep([kept] * len(self._layers), also)
@@ -98,22 +98,22 @@ class Evictable:
         self._keep([keep] * layers if keep.dim() == 1 else list(keep), also)
 
     def _length(self) -> int:
-        """Return the tokens of all layers, which may let go of some."""
+        """Return the tokens of all layers, which may drop some."""
         lengths = {layer.length for layer in self._layers}
         if len(lengths) > 1:
             raise GeometryError(
                 f"layers hold {' and '.join(map(str, sorted(lengths)))} tokens: give each the same "
-                "before tokens are let go of"
+                "before tokens are dropped"
             )
         for layer in self._layers:
             if layer.padding is not None and bool(layer.padding.any()):
                 raise GeometryError(
-                    "rows that are padded on the left let go of no tokens: give each row a cache"
+                    "rows that are padded on the left drop no tokens: give each row a cache"
                 )
             if layer.knows_positions():
                 raise SpecError(
                     "what keys have by their positions alone is taken off them here, so tokens "
-                    "can't move up: make the cache without key offsets and rotations to let go of "
+                    "can't move up: make the cache without key offsets and rotations to drop "
                     "tokens"
                 )
         return lengths.pop()
@@ -125,9 +125,7 @@ class Evictable:
         def exchanged() -> None:
             for layer, (before, _) in zip(self._layers, made, strict=True):
                 if layer._held is not before:
-                    raise StaleResult(
-                        "the cache was written to while it let go of tokens; try again"
-                    )
+                    raise StaleResult("the cache was written to while it dropped tokens; try again")
             exchange(self._layers, [after for _, after in made], also)
 
         _locked(self._layers, exchanged)
@@ -190,7 +188,9 @@ def keep_last(layer: CacheLayer, kept: int) -> None:
             return
         if not layer.clean:
             layer.settle()
-        k, v = (stream.behind(first, size) for stream, size in zip(streams, sizes, strict=True))
+        k, v = (
+            stream.without_first(first, size) for stream, size in zip(streams, sizes, strict=True)
+        )
         padding = None if held.padding is None else (held.padding - first).clamp(min=0)
         if padding is not None and not padding.any():
             padding = None

@@ -9,7 +9,7 @@ from kvpact.cache.layer.layer import CacheLayer
 
 
 class Moment(NamedTuple):
-    """What a layer held at one moment: it can hold that again, to the byte, after appends."""
+    """A layer's state at one moment, which it can hold again, to the byte, after appends."""
 
     layer: CacheLayer
     held: Held

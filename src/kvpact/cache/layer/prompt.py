@@ -32,7 +32,7 @@ Rest = tuple[SegmentList, TokenMemory, Tensor | None]
 """Slots, the tail's memory and sinks."""
 
 
-def alike_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | None) -> Any:
+def prompt_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | None) -> Any:
     """Return what first tokens have in common with those of other layers; None: nothing."""
     first, second = before
     if first.offset is not None or first.codec.state() or second.codec.state():
@@ -43,7 +43,7 @@ def alike_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | N
 
 
 class Ready(NamedTuple):
-    """What a layer will hold, without its numbers; `place`: where they go."""
+    """The state that a layer will have, without its numbers; `place`: where they go."""
 
     k: Stream
     v: Stream
@@ -51,8 +51,8 @@ class Ready(NamedTuple):
     place: Any
 
 
-class Side(NamedTuple):
-    """K or V behind first tokens.
+class LayerSide(NamedTuple):
+    """K or V after first tokens.
 
     - `empty`, `packed`, `start`: the stream before; how many are packed; where the tail starts.
     - `store`: for their slots.
@@ -69,7 +69,7 @@ class Side(NamedTuple):
     limit: float
 
     @classmethod
-    def of(cls, empty: Stream, held: Stream) -> Side | None:
+    def of(cls, empty: Stream, held: Stream) -> LayerSide | None:
         """Return what a stream that holds first tokens has in common with others."""
         if held.offset is not None or not isinstance(held.store, SegmentList):
             return None
@@ -80,8 +80,8 @@ class Side(NamedTuple):
         limit, shape = surely_stored(held.plan, dim), (batch, heads, length - start, dim)
         return cls(empty, held.packed, start, held.store.emptied(), shape, length, limit)
 
-    def told(self, x: Tensor, held: Stream) -> PromptSide:
-        """Return what a backend is told of it, and of tokens like those to come."""
+    def arguments(self, x: Tensor, held: Stream) -> PromptSide:
+        """Return a backend's arguments for it, and for tokens like those to come."""
         count = held.num_sinks
         apart = count if held.codec.group > 1 else 0
         sinks = count if self.start else 0
@@ -106,13 +106,13 @@ class Side(NamedTuple):
 
 
 class Prompt:
-    """What is alike in layers behind first tokens: K and V, before anything is learnt.
+    """The common state of layers after first tokens: K and V, before anything is learnt.
 
     `layers`: how many of them are expected.
     """
 
     def __init__(
-        self, sides: tuple[Side, Side], plan: Plan, runner: PromptRunner, layers: int
+        self, sides: tuple[LayerSide, LayerSide], plan: Plan, runner: PromptRunner, layers: int
     ) -> None:
         self._sides, self._plan, self._runner = sides, plan, runner
         self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
@@ -126,8 +126,8 @@ class Prompt:
         call: Sequence[Tensor | None],
         layers: int,
     ) -> Prompt | None:
-        """Return that of layers like one whose streams a `call`, of k, v and q, filled."""
-        sides = tuple(map(Side.of, before, after))
+        """Return the prompt of layers like one whose streams a `call`, of k, v and q, filled."""
+        sides = tuple(map(LayerSide.of, before, after))
         (k, v), (x, y, q), learns = after, call, not before[0].codec.ready
         if None in sides or x is None or y is None:
             return None
@@ -137,8 +137,8 @@ class Prompt:
             return None
         first, second = sides
         assert first is not None and second is not None
-        told = first.told(x, k), second.told(y, v)
-        runner = plan.prompt(told, q if learns and k.codec.ready else None, k.learning)
+        given = first.arguments(x, k), second.arguments(y, v)
+        runner = plan.prompt(given, q if learns and k.codec.ready else None, k.learning)
         return None if runner is None else cls((first, second), plan, runner, layers)
 
     def take(self, call: Sequence[Tensor | None], sizes: Sequence[float]) -> Ready | None:

@@ -72,7 +72,7 @@ def stream_state(stream: Stream) -> StreamState:
     for field in stream.codec.fields if slots else ():
         if stream.packed <= stream.store.segment_tokens:  # more segments are joined, which copies
             slots[field.name] = slots[field.name].clone()
-        # A page that is shared may hold tokens of another sequence behind this one's.
+        # A page that is shared may hold tokens of another sequence after this one's.
         field.clear_from(slots[field.name], stream.packed)
     learnt, offset, start = stream.codec.state(), stream.offset, stream.tail_start
     state = StreamState(fields, slots, stream.packed, start, stream.tail, stream.sinks, learnt)
@@ -181,8 +181,8 @@ def restored_layer(
         exact = None if held.sinks is None or not held.start else held.sinks.to(device)
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
-    told = state.padding
-    padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
+    given = state.padding
+    padding = None if given is None else torch.tensor(given, dtype=torch.int64, device="cpu")
     seen = _seen(empty.learner(streams[0], padding), state.streams[0], device)
     empty.restore(empty._held._replace(k=streams[0], v=streams[1], padding=padding, seen=seen))
     return empty
@@ -193,7 +193,7 @@ def _seen(stream: Stream, keys: StreamState, device: torch.device) -> Tensor | N
     energy, codec = keys.query_energy, stream.codec
     if energy is None:
         return None
-    _need(not keys.learnt, "energies of queries beside what was learnt from them")
+    _need(not keys.learnt, "energies of queries along with what was learnt from them")
     first, last = stream.learning
     most = min(keys.length, last) - first if codec.learns_from else 0
     _need(energy.shape[2] <= most, "energies of queries that nothing learns from")
@@ -239,7 +239,7 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
         learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
         if stream.packed and not learnt:
             raise FormatError("the snapshot has packed slots and not what their method learnt")
-        # A codec that was calibrated alike stays, so that its state is not held twice.
+        # A codec with the same calibration stays, so that its state is not held twice.
         here = all(tensor.device == device for tensor in codec.state().values())
         if learnt and not (here and learnt_alike(codec, stream)):
             codec = codec.restore(learnt)
@@ -268,7 +268,7 @@ def learnt_states(
 
 
 def learnt_alike(codec: Codec, stream: StreamState) -> bool:
-    """Tell whether a codec has learnt exactly what a state's has."""
+    """Return whether a codec has learnt exactly what a state's has."""
     known, learnt = ({n: x.cpu() for n, x in y.items()} for y in (codec.state(), stream.learnt))
     return same_tensors(known, learnt)
 

@@ -1,4 +1,4 @@
-"""What one call gave a layer, and what the layer held before: all that attention needs."""
+"""The tokens of one call and the layer's past before it: all that attention needs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvpact.kernels.torch.slots import read
 
 
 class Step(NamedTuple):
-    """New tokens beside a view of the past, which is read under the layer's lock.
+    """New tokens with a view of the past, which is read under the layer's lock.
 
     `k`, `v`: `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]` as given; with ``exact_new=False`` they
     are in `view`, as they are stored, and here are none. `padding`: `[B]` left-padding tokens;
-    `plan`: who computes; `latent`: `k` and `v` are MLA latents and rotated keys.
+    `plan`: the backends; `latent`: `k` and `v` are MLA latents and rotated keys.
     """
 
     view: LayerView | None

@@ -15,7 +15,7 @@ from kvpact.quantizers.numbers import HALF_MAX
 
 
 class Wait(NamedTuple):
-    """How many first tokens of a layer an engine may keep by itself, exact, before it stores them.
+    """The first tokens of a layer that an engine may keep itself, exact, before it stores them.
 
     None of them is packed then. Tokens with numbers below `k_limit` and `v_limit` can surely be
     stored; with `deferred` storing them is soon enough to look.
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
         return cls(tokens, k.dtype, _limit(key), _limit(value), layer.compute.deferred)
 
     def holds(self, held: int, k: Tensor, v: Tensor) -> bool:
-        """Return whether new tokens of a call may wait beside `held` that do."""
+        """Return whether new tokens of a call may wait along with `held` that do."""
         new = k.shape[2]
         if held + new > self.tokens or v.shape[2] != new or not k.dtype is v.dtype is self.dtype:
             return False

@@ -49,7 +49,7 @@ class PagedKVCache(PagedSequences):
 
     Notes
     -----
-    A sequence's sinks and window are exact copies of its own, beside the pages. Calls for different
+    A sequence's sinks and window are exact copies outside the pages. Calls for different
     layers may run in parallel, calls for one layer take turns; `reserve` (which `append` calls)
     takes the pages of all layers at once, under the pool's lock. What changes whole sequences
     (`truncate`, `fork`, `free`, `restore`, `snapshot`) waits for the calls of all layers.

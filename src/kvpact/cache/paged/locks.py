@@ -225,7 +225,7 @@ class SequencePages:
         self._release(old)
 
     def block_table(self, seqs: int | Sequence[int]) -> Tensor:
-        """Return pages: int32 `[N, pages]`, -1 behind a row's end; `[pages]` for one sequence."""
+        """Return pages: int32 `[N, pages]`, -1 after a row's end; `[pages]` for one sequence."""
         tables = [self._sequence(s).table for s in ([seqs] if isinstance(seqs, int) else seqs)]
         width = max((len(table) for table in tables), default=0)
         rows = [table + [-1] * (width - len(table)) for table in tables]

@@ -131,7 +131,7 @@ class PagePool:
             return True
 
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
-        """Count references anew from the tables of all sequences, after an interrupted call."""
+        """Count references again from the tables of all sequences, after an interrupted call."""
         with self.lock:
             self.changes += 1
             counts = Counter(page for table in tables for page in table)

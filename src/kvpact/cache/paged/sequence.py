@@ -1,4 +1,4 @@
-"""What a paged cache knows of one sequence."""
+"""The state of one sequence of a paged cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PagedSequence:
 
 
 class KnownRows(NamedTuple):
-    """Rows that took a step of a layer together, what holds them, and their runners, alike.
+    """Rows that took a step of a layer together, what holds them, and their runners, which match.
 
     `room`: tokens that fit every row's pages before a shared one, counted at `PagePool.changes`.
     """
@@ -54,7 +54,7 @@ class KnownRows(NamedTuple):
     changes: int = -1
 
     def stand(self) -> bool:
-        """Whether no layer took another step in the meantime."""
+        """Return whether no layer took another step in the meantime."""
         for layer, runner in zip(self.layers, self.runners, strict=True):
             if layer._held.runner is not runner or not layer.clean:
                 return False

@@ -30,7 +30,7 @@ from kvpact.snapshot.state import CacheState
 
 
 class PagedSequences(Summarized, SequencePages):
-    """What a `PagedKVCache` does with sequences."""
+    """The sequences of a `PagedKVCache`."""
 
     @property
     def token_geometry(self) -> CacheGeometry:
@@ -210,7 +210,7 @@ class PagedSequences(Summarized, SequencePages):
         Parameters
         ----------
         seq : int, optional
-            The sequence asked about; all if omitted. What one of them holds is told of that one
+            The sequence asked about; all if omitted. What one of them holds is given for that one
             alone.
         """
         known = list(self._sequences.items()) if seq is None else [(seq, self._sequence(seq))]

@@ -1,6 +1,6 @@
-"""Where a stream's tokens lie after an append: all who count them, or move its tail, ask here.
+"""The places of a stream's tokens after an append, for all who count them or move its tail.
 
-`packed` tokens have slots; those from `tail` to `length` are exact, and `spare` more fit behind
+`packed` tokens have slots; those from `tail` to `length` are exact, and `spare` more fit after
 them. `StreamOracle` defines what is packed; this module also says when the tail moves.
 """
 
@@ -16,7 +16,7 @@ from kvpact.kernels import TokenMemory
 from kvpact.units import FEW
 
 MOST_STEP = 8
-"""Appends of so many tokens to what is held leave room behind the tail for the next ones."""
+"""Appends of so many tokens to what is held leave room after the tail for the next ones."""
 SLACK = 8
 """Tokens of that room; a tail with more was given it by `reserve`, and keeps it."""
 PAID = 64
@@ -26,7 +26,7 @@ PAID = 64
 class Advance(NamedTuple):
     """A stream's counts after an append.
 
-    `stays`: the new tokens are copied behind the tail, where it lies. Otherwise what is exact from
+    `stays`: the new tokens are copied after the tail, where it lies. Otherwise what is exact from
     now on, old or new, is put elsewhere, with room for `spare` more, and packed tokens are free.
     """
 
@@ -37,7 +37,7 @@ class Advance(NamedTuple):
     stays: bool
 
 
-@lru_cache(maxsize=1024)  # the layers of a model count alike: all but the first ask no Python
+@lru_cache(maxsize=1024)  # the layers of a model count the same: all but the first ask no Python
 def advance(
     packed: int,
     tail: int,
@@ -50,7 +50,7 @@ def advance(
 ) -> Advance:
     """Return the counts after `new` tokens, which are packed in whole units (see `unit_of`).
 
-    `learns_from`: tokens behind the window before any is packed, of a codec that is to learn.
+    `learns_from`: tokens past the window before any is packed, of a codec that is to learn.
     """
     held, length = length, length + new
     out = (length - window) // unit * unit if length > window else 0
@@ -64,14 +64,14 @@ def advance(
 
 
 def next_memory(memory: TokenMemory, held: int, x: Tensor, now: Advance) -> TokenMemory:
-    """Return where the exact tokens lie after new ones, with these behind them."""
+    """Return where the exact tokens lie after new ones, with these at their end."""
     if now.stays:
         memory.tokens(held, now.length).copy_(x)
         return memory
     start, kept = now.tail, max(held - now.tail, 0)
     x = x[:, :, start - held :] if start > held else x
     if not now.spare:
-        # A slice would keep the whole of `x` alive behind it.
+        # A slice would keep the whole of `x` alive with it.
         exact = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
         return TokenMemory(exact, start)
     count = now.length - start

@@ -1,4 +1,4 @@
-"""What layers store by: the spec of each, as the geometry of a cache wants it, and its codecs."""
+"""The specs of layers, as the geometry of a cache wants them, and their codecs."""
 
 from __future__ import annotations
 

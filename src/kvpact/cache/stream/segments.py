@@ -1,4 +1,4 @@
-"""Where a stream's slots come from: segments of its own, or (see `pages`) pages of a pool."""
+"""Storage of a stream's slots: segments of its own, or (see `pages`) pages of a pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REGISTER = 32
 
 
 class _Place(NamedTuple):
-    """Where a field of one segment begins and ends, and its shape."""
+    """The begin, the end and the shape of a field of one segment."""
 
     begin: int
     end: int
@@ -168,7 +168,7 @@ class SegmentStore(ABC):
         """Return a store without the segments that `tokens` tokens do not need."""
         return self
 
-    def behind(self, tokens: int, size: int) -> SegmentStore:
+    def without_first(self, tokens: int, size: int) -> SegmentStore:
         """Return a store without the first tokens, whole segments of `size`, its own or less."""
         raise NotImplementedError("sequences of a paged cache keep their pages")
 
@@ -297,7 +297,7 @@ class SegmentList(SegmentStore):
             slabs += (self._copied(size, whole * size, count - whole, tokens),)
         return self._with(slabs, min(whole, self._shared))
 
-    def behind(self, tokens: int, size: int) -> SegmentList:
+    def without_first(self, tokens: int, size: int) -> SegmentList:
         """Copy later segments."""
         end = self._count * self.segment_tokens
         return self._with((self._copied(size, tokens, (end - tokens) // size, end),), 0)

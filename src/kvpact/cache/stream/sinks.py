@@ -16,7 +16,7 @@ def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
 def sink_positions(
     batch: int, count: int, device: torch.device, padding: Tensor | None
 ) -> tuple[Tensor, int]:
-    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
+    """Return where each row's sink tokens stand, `[B, S]`, and the position after the last."""
     if padding is None:
         return _first_tokens(batch, count, device), count
     positions = padding.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu")

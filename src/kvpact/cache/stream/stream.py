@@ -50,7 +50,7 @@ class Stream(NamedTuple):
     - `packed`: tokens that have slots; the tail begins there or before.
     - `memory`: where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
     - `tail_start`: tokens in front of the tail.
-    - `spare`: tokens that fit behind the tail, into its memory.
+    - `spare`: tokens that fit after the tail, into its memory.
     - `sinks`: `[B, H, S, D]`, each row's exact first tokens; None while the tail has all tokens.
     - `num_sinks`: how many these are.
     - `offset`: what is taken off tokens before they are encoded; exact tokens are whole.
@@ -242,7 +242,7 @@ class Stream(NamedTuple):
         return x if self.offset is None else self.offset.without(x, start)
 
     def _tokens(self, x: Tensor, coded: Tensor, start: int, end: int) -> Tensor:
-        """Return tokens of the tail, and of the new ones behind it, as they are encoded."""
+        """Return tokens of the tail, and of the new ones after it, as they are encoded."""
         held = self.length
         if start >= held:
             return coded if end - start == x.shape[2] else coded[:, :, start - held : end - held]
@@ -260,12 +260,12 @@ class Stream(NamedTuple):
         }
 
     def sink_positions(self, padding: Tensor | None) -> tuple[Tensor, int]:
-        """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
+        """Return where each row's sink tokens stand, `[B, S]`, and the position after the last."""
         tail = self.memory.tensor
         return sink_positions(tail.shape[0], self.num_sinks, tail.device, padding)
 
     def _next_sinks(self, x: Tensor, start: int, padding: Tensor | None) -> Tensor | None:
-        """Return the sinks once the tail begins at `start`, behind new tokens."""
+        """Return the sinks once the tail begins at `start`, after new tokens."""
         if not start or not self.num_sinks:
             return self.sinks
         if self.sinks is None:
@@ -278,7 +278,7 @@ class Stream(NamedTuple):
         return filled_sinks(self.sinks, x, positions - self.length)
 
     def first_tokens(self, padding: Tensor | None, x: Tensor | None = None) -> Tensor | None:
-        """Return the sinks, also while the tail has them, or new tokens `x` behind it."""
+        """Return the sinks, also while the tail has them, or new tokens `x` after it."""
         if self.sinks is not None or not self.num_sinks:
             return self.sinks
         positions, end = self.sink_positions(padding)
@@ -312,14 +312,14 @@ class Stream(NamedTuple):
         cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
 
-    def behind(self, first: int, size: int) -> Stream:
+    def without_first(self, first: int, size: int) -> Stream:
         """Return a stream without sinks as it is without its first tokens, segments of `size`."""
         offset = self.offset
         if offset is not None:
             origin = offset.origin or (0,) * self.memory.tensor.shape[0]
             offset = offset.begun_at(tuple(token - first for token in origin))
         return self._replace(
-            store=self.store.behind(first, size).cut(self.packed - first),
+            store=self.store.without_first(first, size).cut(self.packed - first),
             packed=self.packed - first,
             memory=TokenMemory(self.memory.tensor, self.memory.start - first),
             tail_start=self.tail_start - first,
@@ -374,7 +374,7 @@ class Stream(NamedTuple):
         return [*held, *learnt, self.tail_memory(), *([] if self.sinks is None else [self.sinks])]
 
     def __repr__(self) -> str:
-        """Tell how many tokens are held, and how."""
+        """Describe how many tokens are held, and how."""
         batch, heads, _, dim = self.memory.tensor.shape
         return (
             f"Stream({type(self.codec).__name__}, batch={batch}, heads={heads}, dim={dim}, "
@@ -391,7 +391,7 @@ class AppendPlan(NamedTuple):
     pieces: list[Piece]
 
     def write(self) -> Stream:
-        """Write the new slots, behind all that is held now; some may be written if it raises."""
+        """Write the new slots, after all that is held now; some may be written if it raises."""
         for piece in self.pieces:
             piece.encoder.write(piece.prepared, self.after.store.source(), piece.start)
         return self.after

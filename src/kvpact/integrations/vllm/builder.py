@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvpact.integrations.vllm.calibrated import calibration, calibration_file
-from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
+from kvpact.integrations.vllm.prompt import FEW, PromptRun, Scratch
 from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
 from kvpact.integrations.vllm.window import SLACK, Row, waves
 from kvpact.kernels import Plan
@@ -30,7 +30,7 @@ CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 class KVPactMetadata(AttentionMetadata):
     """One batch in waves, and their prompts' runs; `cut`: starts of cut sequences."""
 
-    parts: list[tuple[list[Row], list[Run]]]
+    parts: list[tuple[list[Row], list[PromptRun]]]
     cut: set[int] = field(default_factory=set)
 
 

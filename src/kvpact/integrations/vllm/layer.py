@@ -15,7 +15,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.integrations.vllm.damage import Damage, storable
 from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.prompt import Run
+from kvpact.integrations.vllm.prompt import PromptRun
 from kvpact.integrations.vllm.window import Row, Window, WindowPool
 from kvpact.kernels import (
     AttendCall,
@@ -103,7 +103,7 @@ class PagedLayer:
         v: Tensor,
         out: Tensor,
         config: AttendConfig,
-        prompts: Sequence[Run] = (),
+        prompts: Sequence[PromptRun] = (),
     ) -> dict[int, NonFiniteError]:
         """Attend, then store the new tokens; return which rows were cut, by their starts, and why.
 

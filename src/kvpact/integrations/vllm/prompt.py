@@ -57,7 +57,7 @@ class Scratch:
         self._slots = torch.arange(self._count * PAGE, dtype=torch.int64, device="cpu")
         self.nbytes = whole.nbytes + self._piece.nbytes + self._slots.nbytes
 
-    def plan(self, rows: Sequence[Row]) -> list[Run]:
+    def plan(self, rows: Sequence[Row]) -> list[PromptRun]:
         """Return the calls for rows with more than `FEW` new tokens, side by side."""
         runs: list[list[Row]] = []
         pages = 0
@@ -86,7 +86,7 @@ class Scratch:
             k, v = (stream.tail[0].transpose(0, 1) for stream in (view.k, view.v))
             self.kernel.put(k, v, self.pages, places[exact : exact + len(k)])
 
-    def _run(self, rows: list[Row]) -> Run:
+    def _run(self, rows: list[Row]) -> PromptRun:
         counts = [_pages_of(row) for row in rows]
         firsts = [sum(counts[:i]) for i in range(len(counts))]
         tables = torch.tensor(firsts, dtype=torch.int64, device="cpu").unsqueeze(1)
@@ -101,10 +101,10 @@ class Scratch:
             self._slots[PAGE * first : PAGE * first + row.length]
             for row, first in zip(rows, firsts, strict=True)
         ]
-        return Run(rows, self, sequences, places, self.kernel.schedule(sequences))
+        return PromptRun(rows, self, sequences, places, self.kernel.schedule(sequences))
 
 
-class Run(NamedTuple):
+class PromptRun(NamedTuple):
     """Rows of a batch, side by side, that one call of the kernel takes: the same in all layers.
 
     `places`: of each row's tokens in the scratch pages, the new ones last.

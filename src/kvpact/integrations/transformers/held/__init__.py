@@ -1,1 +1,1 @@
-"""What a model's layers hold together: batches, rows, gaps, and tokens on their way into slots."""
+"""The common state of a model's layers: batches, rows, gaps, and tokens on their way into slots."""

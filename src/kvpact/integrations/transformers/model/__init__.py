@@ -1,1 +1,1 @@
-"""What is known of a model: facts of its configuration, offsets of its keys, guesses."""
+"""Knowledge of a model: facts of its configuration, offsets of its keys, guesses."""

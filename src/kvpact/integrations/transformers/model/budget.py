@@ -46,7 +46,7 @@ def model_budget(
         own = {(i, side): order[at, side] for i, at in enumerate(compressed) for side in (0, 1)}
         whole = replace(whole, sensitivity=own)
     own_bytes = {2: _own_bytes(config, "bfloat16"), 4: _own_bytes(config, "float32")}
-    return replace(whole, rungs=chosen, beside=own_bytes)
+    return replace(whole, rungs=chosen, extra=own_bytes)
 
 
 def _own_bytes(config: PreTrainedConfig, dtype: str) -> int:
