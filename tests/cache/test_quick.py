@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.cache import contiguous, paged_view
+from kvpact.cache.batch import contiguous
+from kvpact.cache.paged import view as paged_view
 from kvpact.errors import CacheFull, GeometryError, NonFiniteError, SequenceError
 from kvpact.kernels.cpu import attend
 from kvpact.kernels.cpu import step as native

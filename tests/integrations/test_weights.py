@@ -19,12 +19,12 @@ from kvpact.integrations.transformers import (
     CompressedCache,
     calibrate,
     key_offsets,
-    offsets,
     prefix_cache,
     versions,
 )
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.layers.made_keys import KeyMaker
+from kvpact.integrations.transformers.model import offsets
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 

@@ -1,1 +1,1 @@
-"""Layers of transformers' caches over kvpact's: full and sliding attention, latents, indexed, values alone."""
+"""Layers of transformers' caches over kvpact's, one kind of attention per file."""
