@@ -190,7 +190,7 @@ class KeyOffset:
 
 
 def same_offset(one: KeyOffset | None, other: KeyOffset | None) -> bool:
-    """Tell whether two offsets are equal, or both none."""
+    """Return whether two offsets are equal, or both none."""
     if one is None or other is None:
         return one is other
     return one is other or one.digest == other.digest

@@ -1,4 +1,4 @@
-"""Which tokens of a stream are packed together, when, and what it holds; torch is not imported."""
+"""Units: tokens of a stream that are packed together, when, and their bytes; without torch."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Deferred(TyperCommand):
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         if below := _below(str(self.name)):
-            one.callback(invoke_without_command=True, epilog=_told(self._entry))(_body(self._entry))
+            one.callback(invoke_without_command=True, epilog=_end(self._entry))(_body(self._entry))
         for word, entry in (below or {str(self.name): self._entry}).items():
-            one.command(word, short_help=entry.summary, epilog=_told(entry))(_body(entry))
+            one.command(word, short_help=entry.summary, epilog=_end(entry))(_body(entry))
         return typer.main.get_command(one)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -44,7 +44,7 @@ def _body(entry: CommandEntry) -> Any:
     return getattr(import_module(f"kvpact.cli.{module}"), function)
 
 
-def _told(entry: CommandEntry) -> str:
+def _end(entry: CommandEntry) -> str:
     """Return what stands at the end of a command's help: its examples."""
     title = "Example" if len(entry.examples) == 1 else "Examples"
     return f"\b\n{title}:" + "".join(f"\n  {line}" for line in entry.examples)

@@ -86,7 +86,7 @@ STATUS = Path("/proc/self/status")
 
 
 def resident() -> int | None:
-    """Return the bytes of this process that lie in memory; None where no kernel tells."""
+    """Return the bytes of this process that lie in memory; None where the system does not say."""
     gc.collect()
     lines = STATUS.read_text("utf-8").splitlines() if STATUS.exists() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]

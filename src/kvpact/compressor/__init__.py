@@ -1,4 +1,4 @@
-"""Compresses K and V as a whole, and gives them back: tensors, sequences of caches, files."""
+"""Compression of K and V as a whole, and back: tensors, sequences of caches, files."""
 
 from kvpact.compressor.compressed import CompressedKV, KVError
 from kvpact.compressor.compressor import KVCacheCompressor

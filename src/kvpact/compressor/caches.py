@@ -125,7 +125,7 @@ def _stream(
 
 
 def _sealed(stream: Stream, tokens: int) -> Stream:
-    """Return a stream that nobody else has with slots of so many tokens at least."""
+    """Return a stream of one owner with slots of so many tokens at least."""
     append = stream.sealed(tokens, None)
     append.write()
     return append.after

@@ -118,7 +118,7 @@ class PackedStream:
         return {**held, "open": state.tail} if state.tail.numel() else held
 
     def _plan(self, codec: Codec) -> StreamPlan:
-        """Return who encodes and decodes; a backend that can't is named when it is to."""
+        """Return the plan to encode and decode; a backend that can't is named when it is to."""
         return self.compute.stream(codec, self.stream.tail.device, self.stream.tail.dtype)
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:

@@ -75,7 +75,7 @@ class Candidate:
         return specs
 
     def as_decoded(self, num_layers: int, chunk: int) -> Candidate:
-        """Return the candidate with `exact_new` as decoding reads, where it says nothing.
+        """Return the candidate with `exact_new` as decoding reads, where it is not set.
 
         One token at a time reads those before it from slots where no window holds them exactly:
         there the tokens of a chunk read one another as stored, which is a bound for methods of

@@ -71,7 +71,7 @@ class Steps:
 
 
 def part(progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Return what reports a part of a run, which takes these shares of its time."""
+    """Return a callback that reports a part of a run with these shares of its time."""
     if progress is None:
         return None
     return lambda done, total, what: progress(begin * total + done * (end - begin), total, what)

@@ -154,7 +154,7 @@ class GrowthPanel:
 def contenders(
     model: PreTrainedModel, budgets: Sequence[str], specs: Sequence[SpecLike], tokens: int
 ) -> dict[str, Make]:
-    """Return by name what makes a cache: with each budget, what fits it, 2 bits, and `specs`."""
+    """Return makers of caches by name: with each budget, what fits it, 2 bits, and `specs`."""
     from kvpact.evaluate.recent import SINKS, recent_cache
 
     dtype = str(model.dtype).removeprefix("torch.")

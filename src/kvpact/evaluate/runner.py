@@ -223,7 +223,7 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int
 
 
 def learns(spec: Spec) -> bool:
-    """Tell whether a codec of a spec learns from tokens; width and dtype are of no account."""
+    """Return whether a codec of a spec learns from tokens; width and dtype are of no account."""
     return any(isinstance(codec, FittedCodec) for codec in spec.codecs(64, 64, torch.float32))
 
 

@@ -18,7 +18,7 @@ CountTokens = Callable[[str], int]
 
 
 def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
-    """Return what counts the tokens of a part of a text."""
+    """Return a function that counts the tokens of a part of a text."""
     return lambda part: len(tokenizer(part, add_special_tokens=False)["input_ids"])
 
 

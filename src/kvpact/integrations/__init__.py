@@ -1,1 +1,1 @@
-"""Engines in front of kvpact; each module is imported only by who uses that engine."""
+"""Integrations with engines; each module is imported only where that engine is used."""

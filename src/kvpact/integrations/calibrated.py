@@ -1,4 +1,4 @@
-"""A file of what codecs learnt, by layer, as engines name it, and what of it their layers take."""
+"""Calibration files as engines name them, and what an engine's layers take of one."""
 
 from __future__ import annotations
 

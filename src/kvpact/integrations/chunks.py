@@ -60,7 +60,7 @@ Where = TypeVar("Where", bound=Layout)
 
 
 class ChunkFormat(Generic[Where]):
-    """Makes chunks to bytes and back; every token is packed: `spec` has no sinks and no window.
+    """Conversion of chunks to bytes and back; every token is packed: no sinks and no window.
 
     A chunk is a record of kvpact's stores, with a checksum over everything and the hash of the key,
     around files of `CompressedKV`, whose batch are the chunk's layers. Of a `calibration`, a file,

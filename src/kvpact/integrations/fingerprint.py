@@ -74,7 +74,7 @@ def files_fingerprint(folder: str | PathLike[str], config: Mapping[str, Any]) ->
 
 
 def has_adapters(model: Any) -> bool:
-    """Tell whether a model has adapters (PEFT) that are not merged into its weights."""
+    """Return whether a model has adapters (PEFT) that are not merged into its weights."""
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
         return True
     return any(hasattr(module, "_active_adapter") for module in model.modules())

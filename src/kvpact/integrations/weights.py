@@ -134,7 +134,7 @@ def gathers(model: Any) -> bool:
 
 
 def _splits(mesh: Any, gather: bool) -> list[bool]:
-    """Return of each dimension of a mesh whether processes compute with parts (heads) alone."""
+    """Return for each dimension of a mesh whether processes compute with parts (heads) alone."""
     names = mesh.mesh_dim_names or [""] * mesh.ndim
     return [not gather or "tp" in name or "tensor" in name for name in names]
 
@@ -164,7 +164,7 @@ def part_of(model: Any) -> str:
 
 
 def mark(x: Any) -> object:
-    """Return what changes when a tensor is replaced or written to, as far as it tells."""
+    """Return what changes when a tensor is replaced or written to, as far as it shows."""
     if not isinstance(x, Tensor) or x.is_meta:
         return type(x)  # a new one at every call
     if type(x) is Parameter:  # others may lie nowhere

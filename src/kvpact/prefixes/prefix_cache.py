@@ -191,7 +191,7 @@ class PrefixCache:
         return 0
 
     def _lack(self, keys: Sequence[str]) -> list[bool]:
-        """Tell of each key whether its entry is to be written."""
+        """Return for each key whether its entry is to be written."""
         held = self.store.contains_many(keys)
         return [key in self._unreadable or not x for key, x in zip(keys, held, strict=True)]
 

@@ -55,7 +55,7 @@ class PrefixSource(Protocol):
         ...
 
     def restore(self, held: CacheState, seq: int | None) -> None:
-        """Hold what a state says, whose layers are there once."""
+        """Restore a state, whose layers are there once."""
         ...
 
 
@@ -142,7 +142,7 @@ def _no_seq(seq: int | None) -> None:
 def source_of(
     cache: ContiguousCache | PagedKVCache | PagedView | PrefixSource, device: torch.device | str
 ) -> PrefixSource:
-    """Return what gives a cache's sequences; a `PrefixSource` is returned as it is."""
+    """Return the `PrefixSource` of a cache; a `PrefixSource` is returned as it is."""
     if isinstance(cache, ContiguousCache):
         return _Contiguous(cache, device)
     if isinstance(cache, PagedKVCache):
@@ -178,7 +178,7 @@ class StoredSource:
         return [stored.entry(index) for index in range(len(held))]
 
     def restore(self, held: CacheState, seq: int | None) -> None:
-        """Hold what a state of stored tokens says, by the cache's own specs."""
+        """Restore a state of stored tokens, by the cache's own specs."""
         codecs, known = self._source.codecs(), None
         if codecs is not None:
             known = {i: (_on_cpu(k), _on_cpu(v)) for i, (k, v) in enumerate(codecs)}

@@ -56,7 +56,7 @@ SHORT = 32
 """Vectors with fewer numbers have 8 states, and each of them is tried as the first one."""
 
 CELLS = 256
-"""Cells of half a step on each side of zero that `cells` tells of; all levels are within."""
+"""Cells of half a step on each side of zero that `cells` covers; all levels are within."""
 
 _MEMORY = {8: 3, 16: 4}
 _AT_A_TIME = 1 << 20

@@ -1,4 +1,4 @@
-"""Which spec, or which recipe of specs by layer, suits a model: KL predicted from gradients."""
+"""Recommendation of a spec, or a recipe of specs by layer: KL predicted from gradients."""
 
 from kvpact.callable_package import let_call
 from kvpact.recommend.allocate import allocate

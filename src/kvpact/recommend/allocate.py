@@ -1,4 +1,4 @@
-"""Which K or V of which layer gets which spec of a ladder, within a number of bytes."""
+"""Allocation of a ladder's specs to K and V of each layer, within a number of bytes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def write_recommendation(
 
 
 def ladder_text(plan: RecipePlan, head: Sequence[str], model: str, text: str) -> str:
-    """Return the TOML of a recipe that begins exact and says what a distortion costs where."""
+    """Return the TOML of a recipe that begins exact and has a ladder of costs by layer."""
     measured = {"model": model, "text": text, "tokens": plan.tokens}
     return recipe_text("none", plan.num_layers, head, measured, plan.ladder)
 
@@ -109,7 +109,7 @@ def measured_row(
     *,
     made_of_it: bool = True,
 ) -> dict[str, Any]:
-    """Return what a recipe's file tells of an evaluation: one line of its table.
+    """Return a recipe's record of an evaluation: one line of its table.
 
     ``percent`` is of the 16-bit cache's bytes at the plan's context; ``kl_predicted`` is there if
     the plan was `made_of_it`, this text.

@@ -1,4 +1,4 @@
-"""Feeds a text in chunks and takes gradients with respect to the K and V that are stored."""
+"""Gradients of a text, fed in chunks, with respect to the K and V that are stored."""
 
 from __future__ import annotations
 

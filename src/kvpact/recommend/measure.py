@@ -1,4 +1,4 @@
-"""Codes every layer's K and V by every candidate, and tells what that costs."""
+"""Measurement of what every candidate spec costs in every layer's K and V."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def survey(
 
 
 def bias_notes(offsets: Mapping[int, KeyOffset]) -> list[str]:
-    """Tell which layers have keys with a large bias."""
+    """Return notes on layers whose keys have a large bias."""
     if not offsets:
         return []
     layers = ", ".join(f"{layer} ({x.norm:.1f})" for layer, x in sorted(offsets.items()))
@@ -182,7 +182,7 @@ def bias_notes(offsets: Mapping[int, KeyOffset]) -> list[str]:
 
 
 def outlier_notes(seen: Seen) -> list[str]:
-    """Tell which layers have outlier channels in K or V."""
+    """Return notes on layers with outlier channels in K or V."""
     notes = []
     for side in ("k", "v"):
         found = []

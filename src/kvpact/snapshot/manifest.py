@@ -103,7 +103,7 @@ class StreamEntry:
 
     @classmethod
     def of(cls, stream: StreamState) -> StreamEntry:
-        """Return what the manifest says of a stream."""
+        """Return the manifest's entry of a stream."""
         sinks = None if stream.sinks is None else stream.sinks.shape[2]
         learnt, tail = tuple(sorted(stream.learnt)), stream.tail.shape[2]
         offset = None
@@ -124,7 +124,7 @@ class LayerEntry:
 
     @classmethod
     def of(cls, layer: LayerState) -> LayerEntry:
-        """Return what the manifest says of a layer."""
+        """Return the manifest's entry of a layer."""
         if layer.streams is None:
             return cls(layer.spec, None, layer.padding, None)
         k, v = (StreamEntry.of(stream) for stream in layer.streams)

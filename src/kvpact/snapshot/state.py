@@ -102,7 +102,7 @@ class RecordState:
         return f"record.{self.layer}.{self.name}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return its entry in the manifest."""
         about = {"dtype": DTYPE_NAMES[self.tensor.dtype], "shape": list(self.tensor.shape)}
         given = {name: value for name, value in vars(self).items() if name != "tensor"}
         return dict(sorted({**given, **about}.items()))

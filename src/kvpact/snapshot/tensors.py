@@ -84,7 +84,7 @@ def read_offset(
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Tell whether both have the same tensors under the same names."""
+    """Return whether both have the same tensors under the same names."""
     return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 

@@ -181,7 +181,7 @@ class BackgroundStore(Store):
         return [next(stored) if blob is None else blob for blob in waiting]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
-        """Tell of each key whether an entry waits or is stored; see `Store.contains_many`."""
+        """Return for each key whether an entry waits or is stored; see `Store.contains_many`."""
         names = [check_key(key) for key in keys]
         with self._opened():
             waits = [self._queued(name) is not None for name in names]
@@ -190,7 +190,7 @@ class BackgroundStore(Store):
         return [here or next(stored) for here in waits]
 
     def contains(self, key: Key) -> bool:
-        """Tell whether an entry waits or is stored; see `Store.contains`."""
+        """Return whether an entry waits or is stored; see `Store.contains`."""
         return self.contains_many([key])[0]
 
     def delete(self, key: Key) -> bool:

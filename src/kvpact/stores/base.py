@@ -123,7 +123,7 @@ class Store(ABC):
 
     @abstractmethod
     def contains(self, key: Key) -> bool:
-        """Tell whether there is an entry; its bytes are not read. A dead server is a False."""
+        """Return whether there is an entry; its bytes are not read. A dead server is a False."""
 
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return what `get` does, of each key; a store at a distance is asked once for all.
@@ -143,7 +143,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: Key) -> bool:
-        """Remove an entry and tell whether there was one."""
+        """Remove an entry and return whether there was one."""
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ def check_key(key: Key) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Tell whether an entry may be stored under this string."""
+    """Return whether an entry may be stored under this string."""
     return bool(_KEY.fullmatch(name))
 
 

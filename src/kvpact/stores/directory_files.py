@@ -112,7 +112,7 @@ class Blobs:
             return b""
 
     def exists(self, file: str) -> bool:
-        """Tell whether a file is there."""
+        """Return whether a file is there."""
         return bool(_FILE.fullmatch(file)) and (self.folder / file).is_file()
 
     def remove(self, file: str) -> int:

@@ -137,11 +137,11 @@ class EncryptedStore(Store):
         return None
 
     def contains(self, key: Key) -> bool:
-        """Tell whether there is an entry; see `Store.contains`."""
+        """Return whether there is an entry; see `Store.contains`."""
         return self._inner.contains(key)
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
-        """Tell of each key whether there is an entry; see `Store.contains_many`."""
+        """Return for each key whether there is an entry; see `Store.contains_many`."""
         return self._inner.contains_many(keys)
 
     def delete(self, key: Key) -> bool:

@@ -148,7 +148,7 @@ class FsspecStore(RecordStore):
         return [not isinstance(one, Exception) for one in found]
 
     def _young(self, name: str) -> bool | None:
-        """Tell whether an entry is young enough; None where there is none."""
+        """Return whether an entry is young enough; None where there is none."""
         path = self._path(name)
         try:
             with self._named_errors():

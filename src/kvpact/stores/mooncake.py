@@ -243,7 +243,7 @@ class MooncakeStore(RecordStore):
             return list(pool.map(self._contains, names))
 
     def _young(self, name: str) -> bool | None:
-        """Tell whether an entry is young enough; None where there is none."""
+        """Return whether an entry is young enough; None where there is none."""
         if self._ttl is None:
             code = self._call("ask", "exists", name)
             if code not in (0, 1):

@@ -168,11 +168,11 @@ class RecordStore(Store):
         return None if entry is None else entry.blob
 
     def contains(self, key: Key) -> bool:
-        """Tell whether there is an entry; see `Store.contains`."""
+        """Return whether there is an entry; see `Store.contains`."""
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
-        """Tell of each key whether there is an entry; see `Store.contains_many`."""
+        """Return for each key whether there is an entry; see `Store.contains_many`."""
         names, found = [check_key(key) for key in keys], list[bool]()
         self._check_open()
         try:
@@ -229,7 +229,7 @@ class RecordStore(Store):
         self._flush()
 
     def close(self) -> None:
-        """Let go of everything; see `Store.close`."""
+        """Release everything; see `Store.close`."""
         if not self._closed:
             try:
                 self._flush()
@@ -301,7 +301,7 @@ class Outage:
                 raise StoreUnavailable(self._reason)
 
     def begin(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        """Ask nobody for a while. Always raises `StoreUnavailable`, with this reason."""
+        """Ask no server for a while. Always raises `StoreUnavailable`, with this reason."""
         with self._lock:
             self._until, self._reason = time.monotonic() + self._retry_after, reason
         raise StoreUnavailable(reason) from cause

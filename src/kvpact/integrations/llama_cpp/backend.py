@@ -79,7 +79,7 @@ class EnabledGgml(NamedTuple):
 
 
 def enable() -> EnabledGgml:
-    """Have a llama.cpp that was imported attend with kvpact in this process.
+    """Make an imported llama.cpp attend with kvpact in this process.
 
     Call it after the import of a binding (llama-cpp-python, xllamacpp, llama-cpp-py-sync or any
     other whose libraries show ggml's functions) and before its first model: a model that was made
@@ -119,7 +119,7 @@ def enable() -> EnabledGgml:
 
 
 def _plugin(path: Path) -> Any:
-    """Return the backend, whose functions tell what it found and what it computed."""
+    """Return the backend, whose functions report what it found and what it computed."""
     try:
         plugin = ctypes.CDLL(str(path))
         plugin.kvpact_ggml_computed.restype = ctypes.c_int64

@@ -91,7 +91,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _exports(path: Path) -> bool:
-    """Tell whether a library names the function that loads a backend."""
+    """Return whether a library names the function that loads a backend."""
     if not path.stat().st_size:
         return False
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:

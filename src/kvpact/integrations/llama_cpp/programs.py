@@ -1,4 +1,4 @@
-"""Programs of somebody's own build of llama.cpp, run with the backend and without it."""
+"""Programs of a user's own build of llama.cpp, run with the backend and without it."""
 
 from __future__ import annotations
 

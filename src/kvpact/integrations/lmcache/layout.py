@@ -153,7 +153,7 @@ def _model_widths(name: str) -> tuple[int, int] | None:
 
 
 def cpu_pages(tokens: int, dim: int) -> CPUPages:
-    """Return the pages of vLLM's CPU worker on this machine, whose order its own kernel tells."""
+    """Return the pages of vLLM's CPU worker on this machine, whose order its own kernel defines."""
     if type(tokens) is not int or tokens < 1:
         raise GeometryError(f"cpu_block_size={tokens!r} should be vLLM's --block-size, as 128")
     try:

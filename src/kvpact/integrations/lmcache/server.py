@@ -63,7 +63,7 @@ class StatusModule:
         return {SERDE: [serde.stats() for serde in self._served.serdes]}
 
     def close(self) -> None:
-        """Tell the counts."""
+        """Log the counts."""
         for serde in self._served.serdes:
             logger.info("kvpact: %s", serde.stats())
 

@@ -152,7 +152,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         target_location: Any | None = None,
         target_sizes: Any | None = None,
     ) -> bool:
-        """Store a page, a flat tensor, unless it is there; tell whether it is now."""
+        """Store a page, a flat tensor, unless it is there; return whether it is now."""
         chunks, name = self._format(), self._name(key)
         if value is None:
             raise SpecError("a page is stored from a tensor: give value")
@@ -189,7 +189,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         return all(self.set(key, value) for key, value in zip(keys, values or (), strict=True))
 
     def exists(self, key: str) -> bool:
-        """Tell whether a page is there; its bytes are checked when it is read."""
+        """Return whether a page is there; its bytes are checked when it is read."""
         self._format()
         try:
             return self.store.contains(self._name(key))

@@ -294,7 +294,7 @@ class CompressedCache(Evicting):
         self.restore_state(state_of(snapshot), device)
 
     def restore_state(self, state: CacheState, device: torch.device | str) -> None:
-        """Hold what a state says; see `restore`."""
+        """Restore a state; see `restore`."""
         geometry = state.geometry
         shared, layers = self._shared, len(self._shared.specs)
         if geometry.num_layers != layers:

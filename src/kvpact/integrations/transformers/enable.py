@@ -1,4 +1,4 @@
-"""`enable` and `disable`: what a model's `generate` takes for a cache where a caller names none."""
+"""`enable` and `disable`: the cache of a model's `generate` where a caller names none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 
 class _Hook:
-    """Stands in a model's own attributes before a method of its class, until it is removed.
+    """An attribute of a model in front of a method of its class, until it is removed.
 
     A copy of the model has a copy of it; a pickled model has none (`_State`), and needs no kvpact.
     """
@@ -106,14 +106,14 @@ class _State(dict[str, Any]):
 
 
 class _StateMaker(_Hook):
-    """Gives the state of a model that is copied or pickled."""
+    """A hook that gives the state of a model that is copied or pickled."""
 
     def __call__(self) -> _State:
         return _State(self)
 
 
 class _NoBatching(_Hook):
-    """Refuses continuous batching, which keeps pages of its own and never asks for a cache."""
+    """A hook that refuses continuous batching, which keeps pages of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise EnableError(
@@ -123,7 +123,7 @@ class _NoBatching(_Hook):
 
 
 class _CacheMaker(_Hook):
-    """Puts a new `CompressedCache` in the place of the `DynamicCache` that a model prepares."""
+    """A hook that replaces the `DynamicCache` a model prepares with a new `CompressedCache`."""
 
     def __init__(self, model: PreTrainedModel, spec: SpecLike, options: dict[str, Any]) -> None:
         super().__init__(model, PREPARE)
@@ -182,7 +182,7 @@ class _CacheMaker(_Hook):
         return result
 
     def _compressed(self, made: Any) -> Any:
-        """Return what stands for a cache that the model's class has made."""
+        """Return the replacement of a cache that the model's class has made."""
         pair = isinstance(made, EncoderDecoderCache)
         replaced = made.self_attention_cache if pair else made
         if type(replaced) is not DynamicCache:

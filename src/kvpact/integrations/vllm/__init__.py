@@ -31,7 +31,7 @@ _ON_CUDA = (
 
 
 def register() -> None:
-    """Make vLLM's attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set."""
+    """Replace vLLM's attention by kvpact's where ``KVPACT_VLLM_SPEC`` is set."""
     text = served()
     if text is None:
         if calibration_file() is not None:

@@ -50,7 +50,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def _impl(*given: Any, **named: Any) -> AttentionImpl[Any]:
-    """Return what computes a layer on a CPU: vLLM's own where it has a sliding window."""
+    """Return the attention of a layer on a CPU: vLLM's own where it has a sliding window."""
     options = signature(KVPactImpl).bind(*given, **named).arguments
     if options.get("sliding_window") is None:
         return KVPactImpl(**options)
@@ -62,7 +62,7 @@ def _impl(*given: Any, **named: Any) -> AttentionImpl[Any]:
 
 
 class KVPactBackend(AttentionBackend):
-    """Takes the place of vLLM's CPU attention, by its `name`.
+    """The replacement of vLLM's CPU attention, under its `name`.
 
     `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
     `page_format`: vLLM's; `latent`: K and V are MLA latents and rotated keys.
@@ -80,17 +80,17 @@ class KVPactBackend(AttentionBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the name that vLLM knows the place by."""
+        """Return vLLM's name of the backend that is replaced."""
         return cls.name
 
     @classmethod
     def get_impl_cls(cls) -> Callable[..., AttentionImpl[Any]]:
-        """Return what makes what computes."""
+        """Return the constructor of a layer's attention."""
         return cls.impl
 
     @classmethod
     def get_builder_cls(cls) -> type[KVPactBuilder]:
-        """Return what tells it of a batch."""
+        """Return the class that builds its batches."""
         return cls.builder
 
     @staticmethod
@@ -231,12 +231,12 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         return output
 
     def loaded(self, pages: Sequence[int]) -> None:
-        """Take note that the connector filled these pages."""
+        """Note that the connector filled these pages."""
         if self._layer is not None:  # a layer made later knows of no page yet
             self._layer.loaded(pages)
 
     def damaged(self, pages: Sequence[int]) -> bool:
-        """Tell whether one of these pages holds tokens that could not be stored."""
+        """Return whether one of these pages holds tokens that could not be stored."""
         return self._layer is not None and self._layer.damage.among(pages)
 
     def _pool(self, stored: Spec, key: Tensor, value: Tensor, page_tokens: int) -> WindowPool:

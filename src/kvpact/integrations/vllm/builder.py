@@ -35,7 +35,7 @@ class KVPactMetadata(AttentionMetadata):
 
 
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
-    """Tells attention which sequences a batch is made of."""
+    """The builder of batches for attention: the sequences of each."""
 
     # Whether tokens are latents: vLLM's CPU kernel attends none of their prompts.
     latent: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
 
 
 def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
-    """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
+    """Return the scratch over which vLLM's own kernel attends prompts; None where it does not."""
     from kvpact.integrations.vllm.cpu_attention import why_not
 
     model, dtype = config.model_config, config.model_config.dtype
@@ -118,7 +118,7 @@ def _shared_scratch(
 
 
 def _check(config: Any, latent: bool) -> None:
-    """Refuse what was never run, or could not be right."""
+    """Refuse settings that were never run, or could not be right."""
     parallel = config.parallel_config
     if getattr(config, "use_v2_model_runner", False):
         refuse("Model Runner V2, which it was never run with: VLLM_USE_V2_MODEL_RUNNER=0 takes V1")
@@ -140,7 +140,7 @@ def _check(config: Any, latent: bool) -> None:
 
 
 def _foreign_connector(transfer: Any) -> bool:
-    """Tell whether a connector would move pages about which it knows nothing."""
+    """Return whether a connector would move pages about which it knows nothing."""
     if transfer is None:
         return False
     module, _, name = CONNECTOR.rpartition(".")
@@ -149,7 +149,7 @@ def _foreign_connector(transfer: Any) -> bool:
 
 
 def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch.device) -> None:
-    """Log what the layers that store by one spec have."""
+    """Log the figures of the layers that store by one spec."""
     dtype = config.model_config.dtype
     layers = config.compilation_config.static_forward_context
     backend = layers[names[0]].attn_backend

@@ -1,4 +1,4 @@
-"""The plug-in's second setting, an environment variable: a file of what codecs learnt, by layer."""
+"""The plug-in's second setting, an environment variable: the file of a calibration."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class ConnectorStats(KVConnectorStats):
         return {k: sum(x) / len(x) if k in NOTED else x for k, x in self.data.items()}
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
@@ -158,7 +158,7 @@ class KVPactConnector(KVConnectorBase_V1):
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Take note of a request's pages."""
+        """Note a request's pages."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -166,7 +166,7 @@ class KVPactConnector(KVConnectorBase_V1):
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take note of loads that ended, and of those that failed."""
+        """Note loads that ended, and those that failed."""
         self._scheduler.came_back(
             connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
         )

@@ -95,7 +95,7 @@ class StepPlan:
 
 
 def of_rank(identity: Identity, rank: int, ranks: int) -> Identity:
-    """Return whose tokens a rank's chunks say that they hold: no other rank takes them."""
+    """Return the identity in a rank's chunks, which keeps other ranks from taking them."""
     return replace(identity, tenant=f"{identity.tenant} {rank}of{ranks}")
 
 

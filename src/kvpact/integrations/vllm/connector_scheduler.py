@@ -55,7 +55,7 @@ class _Tracked:
 
 
 class PrefixScheduler:
-    """Looks up, plans loads and saves; nothing of it waits for a store, nor to be saved.
+    """Lookups, and plans of loads and saves; nothing waits for a store, or to be saved.
 
     `form`: of rank 0; `model`: a fingerprint or name; `adapter`: gives that of a request's adapter;
     `loads`, `saves`: what this engine does.
@@ -107,7 +107,7 @@ class PrefixScheduler:
         return (more, True) if more > 0 else (0, False)
 
     def allocated(self, request: Any, pages: Sequence[int], loaded: int) -> None:
-        """Take note of a request's pages, and plan the load of so many tokens."""
+        """Note a request's pages, and plan the load of so many tokens."""
         one = self._tracked.get(request.request_id)
         if one is None:
             return
@@ -152,7 +152,7 @@ class PrefixScheduler:
         return StepPlan(loads, saves, idle=idle)
 
     def came_back(self, loaded: Iterable[str], failed: Iterable[int]) -> None:
-        """Take note of loads that ended, and of pages that failed."""
+        """Note loads that ended, and pages that failed."""
         bad = set(failed)
         for name, load in self._loading.items():
             place = next((i for i, page in enumerate(load.pages) if page in bad), None)

@@ -35,7 +35,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredForm:
-    """Return what the pages of a rank hold. Raises `BackendUnavailable`, `SpecError`."""
+    """Return the form of a rank's pages. Raises `BackendUnavailable`, `SpecError`."""
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     policy = config.kv_transfer_config.kv_load_failure_policy
     for there, what in (
@@ -78,7 +78,7 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredFor
 
 
 def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec, ...]:
-    """Return what each layer's tokens are stored by."""
+    """Return the spec by which each layer's tokens are stored."""
     given = served() is not None
     if storage is None and given:
         return specs_of(layers, served_specs(total))
@@ -93,7 +93,7 @@ def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec
 
 
 def model_fingerprint(config: Any) -> str:
-    """Return what stands for a model's config, dtype and weights. Raises `MismatchError`."""
+    """Return a fingerprint of a model's config, dtype and weights. Raises `MismatchError`."""
     model = config.model_config
     shown: dict[str, Any] = {
         "config": model.hf_config.to_dict(),
@@ -121,7 +121,7 @@ def _folder(name: str, revision: str | None) -> str:
 
 
 def adapter_fingerprint(request: Any) -> str | None:
-    """Return that of a request's adapter; None where it has none."""
+    """Return the fingerprint of a request's adapter; None where it has none."""
     lora = request.lora_request
     return None if lora is None else _adapter(lora.lora_int_id, lora.lora_path)
 

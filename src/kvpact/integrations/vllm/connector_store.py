@@ -205,7 +205,7 @@ class Lane:
         return job
 
     def stuck(self, seconds: float) -> bool:
-        """Tell whether all threads have been at one job for longer than this."""
+        """Return whether all threads have been at one job for longer than this."""
         now = time.monotonic()
         with self._changed:
             return all(began is not None and now - began > seconds for began in self._began)
@@ -216,7 +216,7 @@ class Lane:
             self._changed.wait(IDLE)
 
     def close(self, seconds: float) -> bool:
-        """Let the threads end when all is done; wait so long at most and tell whether it is."""
+        """Let the threads end when all is done; wait so long at most and return whether it is."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

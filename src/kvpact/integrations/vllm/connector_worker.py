@@ -70,7 +70,7 @@ class PrefixWorker:
         loaded: Callable[[Sequence[int]], None],
         damaged: Callable[[Sequence[int]], bool],
     ) -> None:
-        """Take the pages of each layer, whom to tell of loaded ones, and who knows damaged ones."""
+        """Take the pages of each layer, a callback for loaded ones, and a test for damaged ones."""
         self._pages, self._tell = {name: pages[name] for name in self._form.layers}, loaded
         self._damaged = damaged
         self._page_bytes = sum(x.page_bytes for x in self._pages.values())
@@ -143,7 +143,7 @@ class PrefixWorker:
                 self._counts.add("dropped", len(self._queued))
 
     def _copied(self, save: Save, layers: dict[str, Copied], name: str) -> bool:
-        """Copy a layer's pages; tell whether that worked, and drop the save if not."""
+        """Copy a layer's pages; return whether that worked, and drop the save if not."""
         try:
             layers[name] = self._pages[name].copy(save.pages)
         except (RuntimeError, MemoryError) as error:  # there is no memory for copies

@@ -16,7 +16,7 @@ from kvpact.integrations.vllm.setting import refuse
 
 
 class CudaBuilder(KVPactBuilder):
-    """Tells attention which sequences a batch is made of, whose pages it reads from the device."""
+    """The builder of batches for attention, which reads their pages from the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     # Single tokens come first in a batch, side by side: they are taken without a copy.
@@ -25,7 +25,7 @@ class CudaBuilder(KVPactBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Batch, fast_build: bool = False
     ) -> KVPactMetadata:
-        """Return the rows of a batch; tell of tokens of the last one that could not be stored."""
+        """Return the rows of a batch; report tokens of the last one that could not be stored."""
         watch = watch_of(self.device.type)
         made: KVPactMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if watch is None:
@@ -52,7 +52,7 @@ class CudaBuilder(KVPactBuilder):
 
 
 class CudaBackend(KVPactBackend):
-    """Takes the place of whatever vLLM would choose for a decoder's attention."""
+    """The replacement of whatever vLLM would choose for a decoder's attention."""
 
     name = "CUSTOM"  # vLLM's name of others' backends: no other's peculiarities
     impl = KVPactImpl  # refuses sliding windows
@@ -72,7 +72,7 @@ class CudaBackend(KVPactBackend):
 
 
 class OtherBackend(OtherLatentBackend):
-    """Refuses in the places whose attention is no plain decoder's, or is not known here."""
+    """A backend that refuses attention that is no plain decoder's, or is not known here."""
 
     @staticmethod
     def get_name() -> NoReturn:

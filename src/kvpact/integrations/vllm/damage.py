@@ -93,7 +93,7 @@ class Watch:
         return self._good
 
     def add(self, damage: Damage) -> None:
-        """Tell a layer's damage of it from here on."""
+        """Register a layer's damage, which `read` marks from here on."""
         self._layers.add(damage)
 
     def read(self) -> list[Row]:

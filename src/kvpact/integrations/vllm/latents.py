@@ -34,7 +34,7 @@ class LatentMetadata(KVPactMetadata):
 
 
 class LatentBuilder(KVPactBuilder):
-    """Tells attention which sequences a batch is made of; parameters as of `KVPactBuilder`."""
+    """The builder of batches for attention; parameters as of `KVPactBuilder`."""
 
     latent: ClassVar[bool] = True
 
@@ -105,7 +105,7 @@ class LatentImpl(KVPactImpl):
 
 
 class LatentBackend(KVPactBackend):
-    """Takes the place of vLLM's attention over latents (AMX); `parts`: widths of these and keys."""
+    """The replacement of vLLM's attention over latents (AMX); `parts`: widths of these and keys."""
 
     name = "AMX_MLA"
     impl = LatentImpl
@@ -116,7 +116,7 @@ class LatentBackend(KVPactBackend):
 
     @classmethod
     def is_mla(cls) -> bool:
-        """Tell vLLM what its layers are."""
+        """Return True: the layers hold latents."""
         return True
 
     @classmethod
@@ -126,7 +126,7 @@ class LatentBackend(KVPactBackend):
 
 
 class OtherLatentBackend(AttentionBackend):
-    """Refuses latent attention (MLA) in all places of vLLM's but that of `LatentBackend`."""
+    """A backend that refuses latent attention (MLA) in all places but that of `LatentBackend`."""
 
     @staticmethod
     def get_name() -> NoReturn:

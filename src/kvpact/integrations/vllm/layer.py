@@ -147,7 +147,7 @@ class PagedLayer:
         return cut
 
     def loaded(self, pages: Sequence[int]) -> None:
-        """Take note that somebody else filled these pages: full, and without windows."""
+        """Note that these pages were filled from outside: full, and without windows."""
         for page in pages:
             self._filled[page] = self._tokens
         self._windows.forget(pages)
@@ -187,7 +187,7 @@ class PagedLayer:
     def _runners_for(
         self, parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, config: AttendConfig
     ) -> list[StepRunner] | None:
-        """Return what carries out a step of each row, most often what did in the last batch."""
+        """Return the runner of each row's step, most often that of the last batch."""
         steps, count = [row.pages for row, _ in parts], len(parts)
         if steps == self._steps and self._runners[0].fits(k, v, q, config, count):
             return self._runners
@@ -240,7 +240,7 @@ class PagedLayer:
         cut: dict[int, NonFiniteError],
         others: Collection[int] = (),
     ) -> list[tuple[_Part, _Writers]]:
-        """Return what of the rows can be stored; queries of `others` may be no numbers."""
+        """Return the parts that can be stored; queries of `others` may be no numbers."""
         ready = []
         for row, window in parts:
             try:
@@ -330,7 +330,7 @@ def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
 
 
 def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:
-    """Do all that can refuse tokens; where checks are deferred, `good` gets to know."""
+    """Do all that can refuse tokens; deferred checks write to `good`."""
     if side.codec.group > 1:
         check_arrival(side, x, 0, None)
         return side.encoder, None

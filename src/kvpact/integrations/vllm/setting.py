@@ -111,7 +111,7 @@ def codecs(
 def native_plan(
     k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _CPU, latent: bool = False
 ) -> Plan:
-    """Return who computes on a device: the kernels made for it; on a GPU checks are deferred."""
+    """Return the plan of a device: the kernels made for it; on a GPU checks are deferred."""
     on_cpu = device.type == "cpu"
     compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")
     return compute.plan(

@@ -115,7 +115,7 @@ class WindowPool:
         return [window or self._new(row.held) for row, window in zip(rows, found, strict=True)]
 
     def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
-        """Know windows by their rows' last pages from here on."""
+        """Register windows under their rows' last pages."""
         if not self.width:
             return
         for row, window in zip(rows, windows, strict=True):
@@ -125,7 +125,7 @@ class WindowPool:
             self._at[row.pages[-1]] = window
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Give up the windows that are known by these pages, because others wrote to them."""
+        """Drop the windows that are known by these pages, because others wrote to them."""
         gone = [self._at.pop(page) for page in pages if page in self._at]
         self._free += [window.slot for window in gone]
 

@@ -142,7 +142,7 @@ def attention_forward(
 
 
 def _refuse_others(kwargs: dict[str, Any], compressed: bool) -> None:
-    """Raise if an argument says something about attention that would be ignored."""
+    """Raise if an argument asks something of attention that would be ignored."""
     if CACHE != "cache" and isinstance(kwargs.get("cache"), Cache):
         raise KVPactError(f"this transformers calls a cache {CACHE}: pass {CACHE}=cache")
     names = _OF_SDPA | OF_EAGER if compressed else OF_EAGER
@@ -249,7 +249,7 @@ def left_padding(mask: Tensor | None) -> Tensor | None:
 
 
 class Loan:
-    """Held by the caches for which a config's attention is ``kvpact``; what it was comes back."""
+    """A token of caches for which a config's attention is ``kvpact``; the last one restores it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
         return self

@@ -1,4 +1,4 @@
-"""Which tokens that a cache counts it holds no more."""
+"""Gaps: tokens that a cache counts and no longer holds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NAME = "gaps"
 
 
 class Gaps(NamedTuple):
-    """Ranges of positions that are gone, ascending, apart; `firm`: before it no one knows which.
+    """Ranges of positions that are gone, ascending, apart; `firm`: before it, their count alone.
 
-    A range in front of `firm` tells alone how many are gone there. `odd`: as it was before a
+    A range before `firm` says only how many are gone there, not which. `odd`: as it was before a
     snapshot, see `CallLog.odd`.
     """
 

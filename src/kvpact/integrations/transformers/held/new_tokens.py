@@ -323,7 +323,7 @@ class NewTokens:
         return latent and self.shared.exact_new and first and self._waits
 
     def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return `[B]`, which token stands at position 0, where padding does not say it."""
+        """Return `[B]`, each row's token at position 0; None where padding gives it, or unused."""
         cache = self._cache.cache if isinstance(self._cache, PagedView) else self._cache
         batch, _, new, _ = self.k.shape
         begins = self.total == new

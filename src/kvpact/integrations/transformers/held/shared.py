@@ -178,7 +178,7 @@ class SharedState:
         self.open(gaps)
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
-        """Return what is to hold a layer's first tokens; made for all layers of one shape."""
+        """Return the cache for a layer's first tokens; one is made for all layers of one shape."""
         shape = k.shape[1], k.shape[3], v.shape[3], k.dtype
         if self.latest is None or self.latest[0] != shape:
             latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths

@@ -47,7 +47,7 @@ class CallLog:
         reason: Tensor | int = PLAIN,
         device: torch.device | None = None,
     ) -> None:
-        """Take down `count` tokens from `first` on; ids are None where nobody knows them."""
+        """Log `count` tokens from `first` on; ids are None where they are unknown."""
         end, room = first + count, self._rows.shape[1]
         device = device or self._rows.device
         if end > room or device != self._rows.device:
@@ -65,7 +65,7 @@ class CallLog:
         rows[2] = reason
 
     def call(self, held: int, given: dict[str, Any], named: list[str]) -> None:
-        """Take down a call to come on a cache of `held` tokens; `named`: what else matters."""
+        """Log a call to come on a cache of `held` tokens; `named`: what else matters."""
         if self.seen < held:
             self.note(self.seen, held - self.seen, reason=_UNSEEN)
         ids, mask, places = map(given.get, ("input_ids", "attention_mask", "position_ids"))
@@ -132,7 +132,7 @@ class CallWatch:
 
     @untraced
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take down the call."""
+        """Log the call."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         cache = given_cache(given)
         shared = getattr(cache, "_shared", None)

@@ -118,7 +118,7 @@ def chosen(
 
 
 def _scattered(indices: Tensor, count: int) -> Tensor:
-    """Return `[…, count]`, which of so many are among the indices `[…, n]`."""
+    """Return a mask `[…, count]`, True at the indices `[…, n]`."""
     kept = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
     places = indices.long().masked_fill(indices < 0, count)
     return kept.scatter_(-1, places, True)[..., :count]

@@ -98,7 +98,7 @@ class KeyMaker:
         return self  # nothing of it changes
 
     def begun(self) -> KeyMaker:
-        """Return one with the weights that the model has now, for all tokens to come."""
+        """Return a maker with the model's present weights, for all tokens to come."""
         attention = _there(self._attention)
         weight = read_if_known(attention.k_norm, "weight", (attention,))
         if weight is None:

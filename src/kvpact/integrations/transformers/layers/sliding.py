@@ -36,7 +36,7 @@ def rings_of(
     crosses: bool,
     offsets: dict[int, KeyOffset] | None,
 ) -> SharedState:
-    """Return what layers with sliding attention share; they are none where no spec is given."""
+    """Return the shared state of layers whose windows are packed: no layers without a spec."""
     config, exact_new, compute = shared.config, shared.exact_new, shared.compute
     if sliding is None:
         return SharedState(config, exact_new, [], compute)
@@ -132,7 +132,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def let_go(self) -> None:
-        """Forget what no query to come sees."""
+        """Forget the tokens that no query to come sees."""
         if (entry := self._entry()) is not None:
             keep_last(entry, self.sliding_window - 1)
 

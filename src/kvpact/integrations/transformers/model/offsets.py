@@ -124,7 +124,7 @@ def _places(model: Any) -> _Places:
 
 
 def _marks(places: _Places) -> list[object]:
-    """Return what changes when the weights do that are read."""
+    """Return marks that change when the weights that are read do."""
     marks, biases = list[object](), list[Tensor]()
     for parent, attention, _ in places.there():
         linear = _key_linear(attention)
@@ -161,7 +161,7 @@ def _found(places: _Places) -> _Found:
 
 
 def normalises_keys(model: Any) -> bool:
-    """Tell whether a model normalises the keys of its heads (QK-norm) before it rotates them."""
+    """Return whether a model normalises the keys of its heads (QK-norm) before it rotates them."""
     named = (module for _, module in modules_named(model, "self_attn", "attention"))
     return any(map(_has_key_norm, named))
 
@@ -252,7 +252,7 @@ def _offset(
 
 
 def _tell_of_unknown(why: str) -> None:
-    """Warn, once, that keys may have a bias that nobody can see."""
+    """Warn, once, that keys may have a bias that can't be read."""
     say_once(
         "unknown bias",
         f"the bias of this model's keys is not known ({why}): none is stored apart, which, where "
@@ -262,7 +262,7 @@ def _tell_of_unknown(why: str) -> None:
 
 
 def tell_of_bias(attention: Any) -> None:
-    """Warn, once, if a layer's keys have a large bias that nobody takes off."""
+    """Warn, once, if a layer's keys have a large bias that is not subtracted."""
     linear = _key_linear(attention)
     if linear is None or getattr(linear, "bias", linear) is None:
         return  # as in most models, in which looking further takes long
@@ -289,7 +289,7 @@ def offsets_of(
     compressed: Sequence[int],
     given: Mapping[int, KeyOffset] | str | None,
 ) -> dict[int, KeyOffset] | None:
-    """Return the offsets by compressed layer; None where nobody was asked for any."""
+    """Return the offsets by compressed layer; None where none were asked for."""
     if given == "auto":
         if isinstance(model, PreTrainedConfig):
             return None
