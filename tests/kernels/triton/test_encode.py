@@ -222,10 +222,8 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
     ],
 )
 def test_what_is_not_covered_says_why(spec, dim, reason):
-    assert (
-        slots_of(codec_of(spec, "k", dim, torch.float32), torch.device("cpu")).encode_reason
-        == reason
-    )
+    codec = codec_of(spec, "k", dim, torch.float32)
+    assert slots_of(codec, torch.device("cpu")).encode_reason == reason
 
 
 def test_appends_to_the_same_segments_make_no_new_table():
