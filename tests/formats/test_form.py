@@ -15,6 +15,7 @@ SCALE, ZERO = Side("scale", "mul"), Side("zero", "add")
 BLOCKS = Side("scale", "mul", channels=16)
 TILE_SCALE, TILE_ZERO = Side("scale", "mul", tokens=32), Side("zero", "add", tokens=32)
 BOOK = Levels("book", 2, (-3.0, -1.0, 1.0, 3.0))
+UNEVEN = Levels("book", 2, (5.0, 0.0, -2.5, 1.0))
 MEAN = Side("mean", "add", tokens=32)
 
 
@@ -92,7 +93,7 @@ NATIVE = {
 }
 
 
-@pytest.mark.parametrize("levels", [GRID, BOOK], ids=lambda levels: levels.kind)
+@pytest.mark.parametrize("levels", [GRID, BOOK, UNEVEN], ids=["grid", "book", "uneven"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("side", ["token", "channel"])
 def test_every_order_of_sides_is_native_as_in_torch_or_not_native(side, name, levels):
