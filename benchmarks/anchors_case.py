@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from attend_ours import copies
+from attend_calls import copies
 from torch import Tensor
 
 Ring = list[Callable[[], Tensor]]

@@ -2,8 +2,7 @@
 
 import torch
 from anchors_case import Case, Maker, Ring, ring_of
-from attend_ours import calls_of, views_of
-from attend_torch import grouped
+from attend_calls import calls_of, grouped, views_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

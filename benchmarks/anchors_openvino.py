@@ -6,7 +6,7 @@ import numpy as np
 import openvino
 import torch
 from anchors_case import Case, Maker, Ring
-from attend_ours import copies
+from attend_calls import copies
 from openvino import opset13
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor

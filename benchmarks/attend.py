@@ -30,9 +30,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import children
 import runner
 import torch
+from attend_calls import OURS, SHAPES, hopeless, is_torch, our_calls, read_name, torch_calls
 from attend_linearity import linearity
-from attend_ours import OURS, SHAPES, our_calls, read_name
-from attend_torch import hopeless, is_torch, torch_calls
 
 SHORT, TOKENS = [32, 64, 128, 256], [1024, 4096, 16384, 65536]
 LONG = [1024 * 2**n for n in range(8)]
@@ -101,7 +100,6 @@ def tables(rows: list[runner.Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=[int], short=False, shapes=SHAPES, threads=[1, 2], rounds=15, ring=96,
         only=OURS, no_compile=False, avx2=False, linearity=False, out=runner.BENCH,

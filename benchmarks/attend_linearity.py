@@ -4,8 +4,7 @@ import argparse
 
 import numpy as np
 import runner
-from attend_ours import our_ring
-from attend_torch import QUICK, torch_calls
+from attend_calls import QUICK, our_ring, torch_calls
 from runner import Row
 
 OURS = ("4 bits", "8 bits", "3 bits", "2 bits", "trellis 4", "fp16, fused")

@@ -44,7 +44,6 @@ def generated(file: Path, options: argparse.Namespace, *more: object) -> dict[st
 
 
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(__doc__, model="smollm2", tokens=3000, spec="turboquant:bits=4")
     with tempfile.TemporaryDirectory() as name:
         file, store = Path(name) / "prompt.txt", Path(name) / "store"

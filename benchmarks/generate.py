@@ -20,12 +20,14 @@ from typing import Any
 import runner
 import torch
 from leaderboard_bytes import held_bytes
-from transformers import DynamicCache, QuantizedCache
+from process import EXACT, made
+from transformers import DynamicCache
 
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.spec import DEFAULT_SPEC
 
-FOUR, EXACT, QUANTO = "turboquant:bits=4", "DynamicCache", "QuantizedCache"
+FOUR, QUANTO = "turboquant:bits=4", "QuantizedCache"
+QUANTO_PEER = "quanto: QuantizedCache, quanto, 4 bits"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECS = (EXACT, FOUR, DEFAULT_SPEC, "turboquant:bits=3", "int:bits=8", QUANTO)
 CANDIDATES = {
@@ -36,18 +38,10 @@ CANDIDATES = {
 TOKEN, CHUNK = torch.tensor([[5]]), 512
 
 
-def made(spec: str, model: Any) -> Any:
-    """Return an empty cache of kvpact's, or of a class of transformers."""
-    if spec == EXACT:
-        return DynamicCache(config=model.config)
-    if spec == QUANTO:
-        return QuantizedCache("quanto", model.config, nbits=4)
-    return CompressedCache(model.config, spec)
-
-
 def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
     """Return a cache that holds the keys and values of an exact one."""
-    warm, cache = made(spec, model), made(spec, model)
+    name = QUANTO_PEER if spec == QUANTO else spec
+    warm, cache = made(name, model), made(name, model)
     for _ in range(3):  # libraries make room for themselves, and quanto compiles
         runner.forward(model, TOKEN, warm)
     for index, layer in enumerate(exact.layers):
@@ -124,7 +118,6 @@ def tables(rows: list[runner.Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=6000, rounds=15, threads=[1, 2], model="smollm2", only=CANDIDATES,
         out=runner.BENCH,

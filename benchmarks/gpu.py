@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
+import gpu_timing as gpu
 import runner
 import torch
-from gpu_exact import Works, exact_kernels
-from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peaks_of, summary
+from gpu_timing import DEVICE, Works, captured, exact_kernels, forget
 from runner import Row
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
@@ -34,7 +34,6 @@ SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis
 SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
 Q_HEADS, HEADS, DIM = 32, 8, 128
 GEOMETRY = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-PIECE = 4096
 WHOLE = AttendConfig(is_causal=False)
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LATENT, ROPE, LATENT_HEADS = 512, 64, 16
@@ -44,16 +43,7 @@ GRAPH, GENERAL = ", graph", ", general kernel"
 def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
     """Return a cache with random tokens in bf16."""
     cache = create_cache(spec, geometry, check="deferred")
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    dims = geometry.head_dim, geometry.value_dim
-    for start in range(0, tokens, PIECE):
-        shape = (batch, geometry.num_kv_heads, min(PIECE, tokens - start))
-        k, v = (
-            torch.randn(*shape, dim, device=DEVICE, generator=generator, dtype=torch.bfloat16)
-            for dim in dims
-        )
-        cache.store(0, k=k, v=v)
-    return cache
+    return runner.filled(cache, tokens, 4096, batch, DEVICE)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -139,19 +129,15 @@ def table(
     exact: Collection[str] = (),
 ) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
-    found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
+    found = {
+        name: gpu.summary(times) for name, times in gpu.microseconds(works, options.rounds).items()
+    }
     best = min((found[name]["us"] for name in exact), default=float("nan"))
     for name, row in found.items():
         speed = nbytes[name] / row["us"] * 1e6
         more = {"bytes/s": speed, "of read bandwidth": speed / options.read}
-        made = {
-            "part": part,
-            "shape": shape,
-            "what": name,
-            **row,
-            **more,
-            "ratio": best / row["us"],
-        }
+        more |= {"ratio": best / row["us"]}
+        made = {"part": part, "shape": shape, "what": name, **row, **more}
         print(line(made), flush=True)
         yield made
 
@@ -263,7 +249,7 @@ def model(options: argparse.Namespace) -> Iterator[Row]:
             works[name] = lambda n=network, c=cache, s=step: n(s, **named(c))
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
-            made = {"part": "model memory", "shape": str(tokens), "what": name, **peaks_of()}
+            made = {"part": "model memory", "shape": str(tokens), "what": name, **gpu.peaks_of()}
             peaks[name] = made["allocated"]
             print(line(made), flush=True)
             yield made
@@ -275,7 +261,6 @@ PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode,
 
 
 def main() -> None:
-    """Measure, print, and write DIR/gpu.json and DIR/gpu.md."""
     options = runner.arguments(
         __doc__, specs=SPECS, tokens=[4096, 16384, 65536, 131072], batch=[1, 8, 64], parts=PARTS,
         rounds=30, layers=30, memory=60.0, dry=False,
@@ -284,7 +269,7 @@ def main() -> None:
         sys.exit("no CUDA device is there; nothing was measured")
     import triton
 
-    speeds = bandwidth(options.rounds)
+    speeds = gpu.bandwidth(options.rounds)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
     told = {"gpu": name, "cuda": torch.version.cuda, "triton": triton.__version__}
     options.read = speeds["read"]

@@ -34,7 +34,6 @@ def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> 
 
 
 def main() -> None:
-    """Measure and print; write DIR/held_bytes.json and .md."""
     options = runner.arguments(__doc__, tokens=4096, dtype="bfloat16")
     torch.set_num_threads(1)
     lengths = [count for count in SHOWN if count <= options.tokens]

@@ -29,7 +29,6 @@ def import_seconds(statement: str) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     options = runner.arguments(__doc__, rounds=9)
     turns = {name: partial(import_seconds, text) for name, text in IMPORTS.items()}
     turns |= {name: runner.turn_of(partial(fresh, *words)) for name, words in COMMANDS.items()}

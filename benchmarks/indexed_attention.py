@@ -60,7 +60,6 @@ def calls(spec: str, tokens: int, chosen: int) -> dict[str, runner.Call]:
 
 
 def main() -> None:
-    """Measure and print a table."""
     sizes = {"tokens": 32768, "chosen": 2048, "spec": "turboquant:bits=4"}
     options = runner.arguments(__doc__, **sizes, threads=1, rounds=21)
     torch.set_num_threads(options.threads)

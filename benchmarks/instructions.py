@@ -123,7 +123,6 @@ def told(*command: str) -> str:
 
 
 def main() -> None:
-    """Count and write."""
     drivers, out = ("driver", "neon_driver"), ROOT / "benchmarks" / "results" / "attend"
     options = runner.arguments(__doc__, *drivers, **dict.fromkeys(drivers, Path), out=out)
     torch.set_num_threads(1)

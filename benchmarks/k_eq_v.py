@@ -36,7 +36,6 @@ def model() -> Gemma4ForCausalLM:
 
 @torch.no_grad()
 def main() -> None:
-    """Print a line for each spec and length."""
     options = runner.arguments(__doc__, "specs", specs=SPECS, tokens=TOKENS, rounds=15)
     torch.set_num_threads(1)
     decoder, rows, cells = model(), [], []

@@ -66,7 +66,6 @@ def measure(options: argparse.Namespace) -> list[runner.Row]:
 
 
 def main() -> None:
-    """Measure, print, and write DIR/latency.json and DIR/latency.md."""
     prompts, held = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096], [16, 32, 64, 128, 256, 1024]
     given = {"model": "smollm2", "spec": "trellis:bits=4", "sliding": str}
     given |= {"prompts": prompts, "held": held}

@@ -2,7 +2,7 @@
 
     python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768] …
 
-Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
+Each contender (`leaderboard_contenders`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
 transformers' `DynamicCache`; what was found is written to DIR/NAME.json, of which
 `python docs/generate.py` makes docs/leaderboard.md.
@@ -63,7 +63,6 @@ def run(options: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    """Measure and write."""
     if children.answer(carried_out):
         return
     options = runner.arguments(

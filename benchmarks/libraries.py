@@ -31,10 +31,8 @@ HEADS, QUERIES, DIM, LAYERS = 8, 32, 128, 3
 
 def seconds(call: Callable[[int], object]) -> float:
     """Return the seconds on the CPU that a call takes for a layer."""
-    start = time.process_time()
-    for layer in range(LAYERS):
-        call(layer)
-    return (time.process_time() - start) / LAYERS
+    layers = (partial(call, layer) for layer in range(LAYERS))
+    return runner.turn_of(*layers, clock=time.process_time)()
 
 
 def measure(specs: list[str], tokens: int) -> dict[str, float]:
@@ -60,7 +58,6 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     if children.answer(measure):
         return
     levels = ["avx512vbmi", "avx512", "avx2"]

@@ -33,7 +33,6 @@ def timed(bench: Path, model: Path, options: argparse.Namespace) -> list[dict[st
 
 
 def main() -> None:
-    """Measure, print and write."""
     options = runner.arguments(
         __doc__, "build", build=Path, model=[Path], cache=["q8_0", "q4_0", "f16"], threads=[1, 2],
         depths=[0, 2048, 6144], prompts=[2048, 4096], rounds=3, out=runner.BENCH,

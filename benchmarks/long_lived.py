@@ -47,12 +47,6 @@ class World:
         fixed = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
         return self.model.generate(ids, max_new_tokens=new, **fixed, **given)
 
-    def filled(self, tokens: int, **options: Any) -> CompressedCache:
-        """Return a cache of a prompt and a step."""
-        cache = CompressedCache(self.model, self.spec, **options)
-        self.generate(self.ids[:, :tokens], 2, **named(cache))
-        return cache
-
     def over(self) -> float:
         """Return what is resident beyond the start."""
         return (children.resident() - self.start) / MIB
@@ -114,12 +108,13 @@ def snapshot(world: World) -> Sizes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.kvpact"
         for tokens in (200, 4000):
-            cache = world.filled(tokens)
-            for name, work in (
-                ("made", lambda cache: cache.snapshot().save(path)),
-                ("restored", lambda cache: cache.restore(Snapshot.open(path))),
-                ("loaded, restored", lambda cache: cache.restore(Snapshot.load(path))),
-            ):
+            cache = CompressedCache(world.model, world.spec)
+            world.generate(world.ids[:, :tokens], 2, **named(cache))
+            for name, work in {
+                "made": lambda cache: cache.snapshot().save(path),
+                "restored": lambda cache: cache.restore(Snapshot.open(path)),
+                "loaded, restored": lambda cache: cache.restore(Snapshot.load(path)),
+            }.items():
                 found[f"{name}, copies"] = world.copies(partial(work, cache), cache)
     return world.sizes(cache.nbytes) | found
 
@@ -189,13 +184,8 @@ def beams(world: World) -> Sizes:
     return world.sizes(cache.nbytes)
 
 
-SCENARIOS: dict[str, Callable[..., Sizes]] = {
-    each.__name__: each
-    for each in (
-        *(chat, server, together, evaluation, snapshot),
-        *(saved, prefix, budget, pages, batch, beams),
-    )
-}
+DONE = (chat, server, together, evaluation, snapshot, saved, prefix, budget, pages, batch, beams)
+SCENARIOS: dict[str, Callable[..., Sizes]] = {each.__name__: each for each in DONE}
 
 
 def carried_out(name: str, model: str, spec: str, *given: str) -> Sizes:
@@ -204,7 +194,6 @@ def carried_out(name: str, model: str, spec: str, *given: str) -> Sizes:
 
 
 def main() -> None:
-    """Run scenarios, print and write."""
     if children.answer(carried_out):
         return
     given = {"model": "smollm2", "spec": "trellis:bits=4", "only": SCENARIOS, "runs": 3}

@@ -91,7 +91,6 @@ def rows_of(options: argparse.Namespace, work: runner.Row) -> list[runner.Row]:
 
 
 def main() -> None:
-    """Measure, print and write; write after each piece of work, too."""
     if children.answer(measure):
         return
     options = runner.arguments(

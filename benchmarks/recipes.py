@@ -70,7 +70,6 @@ def write(model: str, tokens: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run it."""
     options = runner.arguments(__doc__, model=[*MODELS], tokens=2048, threads=2, out=FOLDER)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,6 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run it."""
     options = runner.arguments(
         __doc__, model=["smollm2", "gemma3"], text=["novel", "topics"], tokens=2048, threads=2,
         out=Path("build/recommend"),

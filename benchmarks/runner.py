@@ -39,9 +39,8 @@ def arguments(doc: str, *places: str, **defaults: Any) -> argparse.Namespace:
     A list takes several values, a dictionary any of its keys and all if nothing is said; a class
     stands for no default. What is known of the machine comes along as `about`.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     for name, default in {"out": Path, "json": False, **defaults}.items():
         given: dict[str, Any] = {"help": HELP.get(name), "default": default}
         if isinstance(default, dict):
@@ -210,15 +209,16 @@ def forward(model: Any, ids: torch.Tensor, cache: Any) -> None:
     model(ids, **named(cache), logits_to_keep=1)
 
 
-def filled(cache: Any, tokens: int, piece: int = 2048, batch: int = 1) -> Any:
+def filled(cache: Any, tokens: int, piece: int = 2048, batch: int = 1, device: str = "cpu") -> Any:
     """Store random tokens in the first layer of a cache, in pieces; return the cache."""
     from kvpact.testing.data import by_name
 
-    geometry, draw = cache.geometry, torch.Generator().manual_seed(tokens)
+    geometry, draw = cache.geometry, torch.Generator(device).manual_seed(tokens)
+    given = {"generator": draw, "device": device, "dtype": geometry.dtype}
     dims = geometry.head_dim, geometry.value_dim
     for start in range(0, tokens, piece):
         shape = (batch, geometry.num_kv_heads, min(piece, tokens - start))
-        cache.store(0, **by_name(*(torch.randn(*shape, dim, generator=draw) for dim in dims)))
+        cache.store(0, **by_name(*(torch.randn(*shape, dim, **given) for dim in dims)))
     return cache
 
 
@@ -260,12 +260,9 @@ def watched(owner: Any, names: Iterable[str]) -> Iterator[dict[str, float]]:
 
 
 def compare(
-    options: argparse.Namespace,
-    name: str,
-    calls: Mapping[str, Call],
-    base: str,
+    options: argparse.Namespace, name: str, calls: Mapping[str, Call], base: str,
     told: Sequence[str],
-) -> None:
+) -> None:  # fmt: skip
     """Measure calls in turns beside one of them, and report on them."""
     times = in_turns({each: turn_of(call) for each, call in calls.items()}, options.rounds, warm=2)
     rows = compared(times, base)

@@ -30,22 +30,16 @@ from kvpact.stores import open_store
 OPTIONS = {"timeout": 30.0}
 
 
-def blob_of(index: int, size: int) -> bytes:
-    """Return the same bytes for the same entry."""
-    return random.Random(index).randbytes(size)
-
-
 def timed(operation: str, url: str, size: int, entries: int) -> list[float]:
     """Put or get every entry; return seconds of each."""
     seconds = []
     with open_store(url, **({} if url.startswith("/") else OPTIONS)) as store:
         for index in range(entries):
-            blob = blob_of(index, size)
-            begin = time.perf_counter()
-            found = store.put(f"k{index}", blob) if operation == "put" else store.get(f"k{index}")
-            seconds.append(time.perf_counter() - begin)
-            if operation == "get":
-                assert found == blob, "another entry came back"
+            name, blob, found = f"k{index}", random.Random(index).randbytes(size), []
+            get = partial(store.get, name)
+            call = partial(store.put, name, blob) if operation == "put" else get
+            seconds.append(runner.turn_of(lambda call=call, found=found: found.append(call()))())
+            assert operation == "put" or found == [blob], "another entry came back"
     return seconds
 
 
@@ -140,7 +134,6 @@ def both(kind: str, room: int, size: int, entries: int) -> dict[str, list[float]
 
 
 def main() -> None:
-    """Measure and print a table."""
     if children.answer(timed):
         return
     options = runner.arguments(__doc__, size=4.0, entries=24, rounds=5)

@@ -101,7 +101,6 @@ def measure(cache: ContiguousCache, rounds: int, folder: Path) -> dict[str, dict
 
 
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(__doc__, tokens=3000, rounds=5)
     torch.set_num_threads(1)
     fp16 = 4 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads * GEOMETRY.head_dim * options.tokens
