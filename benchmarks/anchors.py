@@ -12,7 +12,6 @@ build/peers/anchors, where ggml is compiled. Medians go to DIR/anchors.md, quart
 DIR/anchors.json.
 """
 
-import argparse
 import gc
 import itertools
 import sys
@@ -24,13 +23,11 @@ from typing import Any
 
 import runner
 import torch
-from anchors_case import Maker, Ring, case_of
+from anchors_kept import Maker, Ring, case_of
 from leaderboard_contenders import installed
 from runner import Row
 from torch import Tensor
 
-Work = tuple[str, int, int]
-"""A shape, tokens that are held, and tokens that have queries."""
 SHAPES = {"A": (8, 4, 128), "B": (8, 8, 64), "C": (3, 3, 64)}
 """KV heads, query heads per KV head, width."""
 REQUIRES = (
@@ -68,9 +65,10 @@ def in_turns(
     return {name: found[1:] or found for name, found in times.items()}, outputs
 
 
-def cells(options: argparse.Namespace, work: Work, before: list[Row]) -> list[Row]:
+def cells(
+    options: runner.Options, shape: str, tokens: int, queries: int, before: list[Row]
+) -> list[Row]:
     """Measure all candidates of a shape, a past and queries, at every number of threads."""
-    shape, tokens, queries = work
     torch.set_num_threads(max(options.threads))
     case = case_of(*SHAPES[shape], tokens, queries, options.ring)
     makers: dict[str, Maker] = {}
@@ -166,7 +164,7 @@ def main() -> None:
     rows: list[Row] = []
     works = [*itertools.product(options.queries, options.shapes, options.tokens)]
     for number, (queries, shape, tokens) in enumerate(works, 1):
-        rows += cells(options, (shape, tokens, queries), rows)
+        rows += cells(options, shape, tokens, queries, rows)
         gc.collect()
         last = number == len(works)
         runner.report(options, "anchors", rows, tables(rows), last=last, **told)

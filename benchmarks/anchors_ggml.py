@@ -6,7 +6,7 @@ from typing import Any
 
 import ggml
 import torch
-from anchors_case import Case, Maker, Ring
+from anchors_kept import Case, Maker, Ring
 from attend_calls import copies
 from torch import Tensor
 

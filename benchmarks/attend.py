@@ -20,7 +20,6 @@ attend-avx2.
 DIR/linearity.json and linearity.md.
 """
 
-import argparse
 import os
 import sys
 
@@ -44,7 +43,7 @@ AVX2 = {
 """Environment variables under which kvpact and torch compute as on a lesser processor."""
 
 
-def attention(options: argparse.Namespace) -> list[runner.Row]:
+def attention(options: runner.Options) -> list[runner.Row]:
     """Measure all candidates."""
     rows: list[runner.Row] = []
     for shape in options.shapes:

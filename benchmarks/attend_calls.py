@@ -62,11 +62,8 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     generator = torch.Generator().manual_seed(tokens)
     cache = runner.filled(create_cache(spec, geometry, backend="cpu"), tokens)
     held = held_by(cache)
-    if name == PAGED:
-        count = copies(held, ring)
-        views = paged_views(spec, geometry, tokens, count, generator)
-    else:
-        views = views_of(cache, ring)
+    given = spec, geometry, tokens, copies(held, ring), generator
+    views = paged_views(*given) if name == PAGED else views_of(cache, ring)
     q = torch.randn(1, heads * groups, 1, dim, generator=generator)
     new = torch.randn(1, heads, 1, dim, generator=generator)
     calls = calls_of(views, new, new, q)

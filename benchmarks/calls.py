@@ -121,16 +121,11 @@ def a_row_in_vllm() -> float:
     return (found[1] - found[0]) / (ROWS - 1)
 
 
-def making() -> tuple[float, float]:
-    """Return the milliseconds that the first cache of a process takes, and another one."""
-    turn = runner.turn_of(partial(CompressedCache, tiny()))
-    first, *others = (turn() * 1000 for _ in range(MADE))
-    return first, runner.quartiles(others)[1]
-
-
 def main() -> None:
     options = runner.arguments(__doc__, spec=SPECS)
-    first, next_one = making()
+    turn = runner.turn_of(partial(CompressedCache, tiny()))
+    first, *others = (turn() * 1000 for _ in range(MADE))
+    next_one = runner.quartiles(others)[1]
     found = {f"{way}, {spec}": measure(way, spec) for spec in options.spec for way in WAYS}
     numbers = {
         name: {part: calls.total() / LAYERS for part, calls in parts.items()}

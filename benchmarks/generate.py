@@ -12,7 +12,6 @@ takes for it is measured by `process.py`.
 tokens with all the rest again every 128th step; no measured step does.
 """
 
-import argparse
 import importlib.util
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ CANDIDATES = {
     for spec in SPECS
     for dtype in (DTYPES if spec in (EXACT, FOUR, QUANTO) else ("fp32",))
 }
+HOLDS = {True: "yes", False: "no"}
 TOKEN, CHUNK = torch.tensor([[5]]), 512
 
 
@@ -51,7 +51,7 @@ def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
     return cache
 
 
-def rows_of(options: argparse.Namespace) -> list[runner.Row]:
+def rows_of(options: runner.Options) -> list[runner.Row]:
     """Return a row per thread count and candidate."""
     names, models, sizes, turns, rows = options.only, {}, {}, {}, []
     if not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto")):
@@ -89,12 +89,13 @@ def lines(rows: list[runner.Row]) -> list[str]:
                 others = [row for other, row in part.items() if other.startswith(start)]
                 if other := min(others, key=lambda row: row["ms"], default=None):
                     ratio = other["ms"] / part[name]["ms"]
-                    holds = "yes" if ratio >= target else "no"
+                    holds = HOLDS[ratio >= target]
                     says.append(f"{ratio:.2f} x {other['candidate']} (at least {target}: {holds})")
             if exact := part.get(f"{EXACT}, fp32"):
                 share = part[name]["cache"] / exact["cache"]
-                holds = "yes" if share <= 0.15 else "no"
-                says.append(f"{share:.3f} of fp32's cache bytes (at most .15: {holds})")
+                says.append(
+                    f"{share:.3f} of fp32's cache bytes (at most .15: {HOLDS[share <= 0.15]})"
+                )
             found.append("; ".join(says))
     return found
 

@@ -13,7 +13,6 @@ the peak of what was allocated, and of what torch reserved, which is what others
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -52,7 +51,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def beside(
-    options: argparse.Namespace, part: str, shape: str, works: Works, exact_bytes: int,
+    options: runner.Options, part: str, shape: str, works: Works, exact_bytes: int,
     q: torch.Tensor, held: tuple[CacheGeometry, int, int], config: AttendConfig = WHOLE,
     capture: Callable[[Any], Any] = captured, general: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
@@ -75,7 +74,7 @@ def beside(
     forget()
 
 
-def decode(options: argparse.Namespace) -> Iterator[Row]:
+def decode(options: runner.Options) -> Iterator[Row]:
     """Measure a decode step's attention."""
     for batch, tokens in itertools.product(options.batch, options.tokens):
         size, shape = 4 * batch * HEADS * tokens * DIM, f"{batch} x {tokens}"
@@ -125,7 +124,7 @@ def not_by_kernels(cache: Any) -> str:
 
 
 def table(
-    options: argparse.Namespace, part: str, shape: str, works: Works, nbytes: dict[str, int],
+    options: runner.Options, part: str, shape: str, works: Works, nbytes: dict[str, int],
     exact: Collection[str] = (),
 ) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
@@ -152,7 +151,7 @@ def line(r: Row) -> str:
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
 
 
-def encode(options: argparse.Namespace) -> Iterator[Row]:
+def encode(options: runner.Options) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
     x = random(1, HEADS, 16384, DIM)
     for spec in options.specs:
@@ -166,7 +165,7 @@ def encode(options: argparse.Namespace) -> Iterator[Row]:
         yield from table(options, "encode", "16384", {spec: work}, {spec: 2 * x.nbytes})
 
 
-def prompt(options: argparse.Namespace) -> Iterator[Row]:
+def prompt(options: runner.Options) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
     for tokens in options.tokens:
         q, k = random(1, Q_HEADS, 512, DIM), random(1, HEADS, tokens, DIM)
@@ -176,7 +175,7 @@ def prompt(options: argparse.Namespace) -> Iterator[Row]:
         yield from beside(options, *given, capture=lambda work: work)
 
 
-def latent(options: argparse.Namespace) -> Iterator[Row]:
+def latent(options: runner.Options) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
@@ -219,7 +218,7 @@ def options_by_layer() -> None:
     facts.get_layer_types_and_kwargs = by_layer
 
 
-def model(options: argparse.Namespace) -> Iterator[Row]:
+def model(options: runner.Options) -> Iterator[Row]:
     """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
 

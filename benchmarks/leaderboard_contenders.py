@@ -24,10 +24,8 @@ LEFT_OUT = {
 }
 
 
-SPECS = (
-    *("int:bits=8", "trellis:bits=4", "turboquant:bits=4"),
-    *("kvarn:bits=3", "trellis:bits=3", "trellis:bits=2"),
-)
+SPECS = ("int:bits=8", "trellis:bits=4", "turboquant:bits=4")
+SPECS += ("kvarn:bits=3", "trellis:bits=3", "trellis:bits=2")
 CHANGED = (
     "QuantizedCache refuses models with sliding windows: on Gemma 3 its layers stand in those with "
     "full attention, and the others keep transformers' own, which are exact"

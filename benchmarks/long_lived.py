@@ -152,8 +152,7 @@ def budget(world: World) -> Sizes:
     """4,000 tokens in chunks of 64 within 24 MB, on one thread."""
     torch.set_num_threads(1)  # two wait for each other at every operation of so few tokens
     cache = CompressedCache(world.model, budget="24MB")
-    given = {"prefill_chunk_size": 64, **named(cache)}
-    world.generate(world.ids[:, :4000], 16, **given)
+    world.generate(world.ids[:, :4000], 16, prefill_chunk_size=64, **named(cache))
     return world.sizes(cache.nbytes)
 
 
@@ -172,8 +171,7 @@ def pages(world: World) -> Sizes:
 def batch(world: World) -> Sizes:
     """8 rows of 1,000 tokens."""
     cache = CompressedCache(world.model, world.spec)
-    rows = world.ids[0, :8000].view(8, 1000)
-    world.generate(rows, 16, **named(cache))
+    world.generate(world.ids[0, :8000].view(8, 1000), 16, **named(cache))
     return world.sizes(cache.nbytes)
 
 
@@ -188,13 +186,8 @@ DONE = (chat, server, together, evaluation, snapshot, saved, prefix, budget, pag
 SCENARIOS: dict[str, Callable[..., Sizes]] = {each.__name__: each for each in DONE}
 
 
-def carried_out(name: str, model: str, spec: str, *given: str) -> Sizes:
-    """Carry out a scenario in this process."""
-    return SCENARIOS[name](World(model, spec), *given)
-
-
 def main() -> None:
-    if children.answer(carried_out):
+    if children.answer(lambda name, *given: SCENARIOS[name](World(*given[:2]), *given[2:])):
         return
     given = {"model": "smollm2", "spec": "trellis:bits=4", "only": SCENARIOS, "runs": 3}
     options = runner.arguments(__doc__, **given)

@@ -16,9 +16,8 @@ from matplotlib import rc_context
 
 from kvpact.evaluate.canvas import new_figure, plain_axes
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "leaderboard"
-OUT = HERE.parent / "docs" / "_static"
+ROOT = Path(__file__).parents[1]
+RESULTS, OUT = ROOT / "benchmarks" / "results" / "leaderboard", ROOT / "docs" / "_static"
 
 INKS = {
     "light": dict(ink="#1b1f24", muted="#5c6570", grid="#e1e5ea", own="#0060a8", peer="#b3541e"),

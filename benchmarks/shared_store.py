@@ -104,16 +104,14 @@ def place(kind: str, room: int) -> Iterator[str | None]:
         elif kind == "redis":
             binary = shutil.which("redis-server")
             if binary is None or importlib.util.find_spec("redis") is None:
-                yield None
-                return
+                return (yield None)
             options = ["--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
             stack.enter_context(server([binary, "--port", str(port), *options], port))
             yield f"redis://127.0.0.1:{port}"
         else:
             binary = shutil.which("mooncake_master", path=Path(sys.executable).parent)
             if binary is None:
-                yield None
-                return
+                return (yield None)
             options = [f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
             options += [f"--metrics_port={admin}", "--metrics_host=127.0.0.1"]
             stack.enter_context(server([binary, *options], port, admin))
