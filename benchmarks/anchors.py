@@ -34,8 +34,7 @@ REQUIRES = (
     "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
     "ggml-python==0.0.45", "openvino==2026.4.1",
 )  # fmt: skip
-PACKAGES = ("kvpact", "onnxruntime", "ggml-python", "openvino")
-PEERS = dict(zip(("kept", "onnxruntime", "ggml", "openvino"), PACKAGES, strict=True))
+PEERS = dict(kept="kvpact", onnxruntime="onnxruntime", ggml="ggml-python", openvino="openvino")
 CLASSES = (
     ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),
     (
@@ -166,8 +165,8 @@ def main() -> None:
     for number, (queries, shape, tokens) in enumerate(works, 1):
         rows += cells(options, shape, tokens, queries, rows)
         gc.collect()
-        last = number == len(works)
-        runner.report(options, "anchors", rows, tables(rows), last=last, **told)
+        told["last"] = number == len(works)
+        runner.report(options, "anchors", rows, tables(rows), **told)
 
 
 if __name__ == "__main__":

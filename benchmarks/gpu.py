@@ -205,19 +205,6 @@ def random_model(layers: int) -> Any:
     return LlamaForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
 
 
-def options_by_layer() -> None:
-    """Let kvpact take what transformers before 5.20 says of layers: one set of options for all."""
-    from kvpact.integrations.transformers import facts
-
-    told = facts.get_layer_types_and_kwargs
-
-    def by_layer(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
-        types, found = told(config)
-        return types, found if isinstance(found, list) else [found] * len(types)
-
-    facts.get_layer_types_and_kwargs = by_layer
-
-
 def model(options: runner.Options) -> Iterator[Row]:
     """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
@@ -225,7 +212,6 @@ def model(options: runner.Options) -> Iterator[Row]:
     from kvpact.integrations.transformers import CompressedCache
     from kvpact.integrations.transformers.graphs import DecodeGraph
 
-    options_by_layer()
     theirs, ours = random_model(options.layers), random_model(options.layers)
     draw = torch.Generator().manual_seed(0)
     longest = max(1024, *options.tokens[:2]) + 1

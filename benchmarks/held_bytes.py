@@ -42,9 +42,9 @@ def main() -> None:
         for spec in SPECS:
             found = shares(spec, *shape, options.tokens, getattr(torch, options.dtype))
             at = {count: round(found[count - 1], 4) for count in lengths}
-            row = {"model": model, "spec": spec, "largest": round(max(found), 4), "shares": at}
-            rows.append(row)
-            numbers = (f"{x:.3f}" for x in (row["largest"], *at.values()))
+            most = round(max(found), 4)
+            rows.append({"model": model, "spec": spec, "largest": most, "shares": at})
+            numbers = (f"{x:.3f}" for x in (most, *at.values()))
             cells.append([model, f"`{spec}`", *numbers])
     columns = ["model", "spec", "largest share", *(f"{count:,}" for count in lengths)]
     runner.report(options, "held_bytes", rows, runner.table(columns, cells, 2), ("dtype",))

@@ -60,10 +60,8 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
 def main() -> None:
     if children.answer(measure):
         return
-    levels = ["avx512vbmi", "avx512", "avx2"]
-    options = runner.arguments(
-        __doc__, "libraries", libraries=[Path], levels=levels, specs=SPECS, tokens=8192, rounds=5
-    )
+    given = {"levels": ["avx512vbmi", "avx512", "avx2"], "specs": SPECS, "libraries": [Path]}
+    options = runner.arguments(__doc__, "libraries", **given, tokens=8192, rounds=5)
     builds = {"installed": {}}
     for each in options.libraries:
         builds[str(each)] = {"KVPACT_NATIVE": str(each.resolve(strict=True))}

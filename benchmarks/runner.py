@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -237,7 +236,6 @@ def watched(owner: Any, names: Iterable[str]) -> Iterator[dict[str, float]]:
     seconds = dict.fromkeys(real, 0.0)
 
     def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        @wraps(call)
         def run(*args: object, **options: object) -> object:
             begin = time.perf_counter()
             try:
