@@ -36,7 +36,7 @@ def seconds(call: Callable[[int], object]) -> float:
 
 
 def measure(specs: list[str], tokens: int) -> dict[str, float]:
-    """Return the milliseconds of each kind of work, in this process."""
+    """Return the seconds of each kind of work, in this process."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, HEADS, tokens, DIM, generator=draw)
@@ -54,7 +54,7 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
         for what, new, rounds in (("step", 1, 12), ("chunk of 64", 64, 3)):
             times = [seconds(lambda layer, new=new: attend(layer, new)) for _ in range(rounds)]
             found[f"{spec}, {what}"] = median(times)
-    return {name: 1e3 * value for name, value in found.items()}
+    return found
 
 
 def main() -> None:
@@ -81,9 +81,7 @@ def main() -> None:
             for row in part:
                 row["over installed"] = runner.ratios(times[row["what"]], times["installed"])[1]
             rows += part
-            cells.append(
-                [what, *(f"{r['ms'] / 1e3:.2f} ({r['over installed']:.2f})" for r in part)]
-            )
+            cells.append([what, *(f"{r['ms']:.2f} ({r['over installed']:.2f})" for r in part)])
         body += [f"KVPACT_SIMD={level}, ms:", "", runner.table(["", *builds], cells), ""]
     runner.report(options, "libraries", rows, body, ("tokens", "rounds"))
 
