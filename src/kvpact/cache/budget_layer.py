@@ -76,7 +76,7 @@ class BudgetLayer(CacheLayer):
         rungs, ahead = self._descent
         held, padding, pair = self._begun(k, v, config, sizes, rungs[0][1])
         total, (k_new, v_new) = held.length + k.shape[2], (k, v)
-        ahead = ahead or self._to_learn(rungs, pair[0])
+        ahead = ahead if held.descent else self._to_learn(rungs, pair[0])
         ahead = None if ahead is None else placed(ahead, held, config, padding)
         seen = next_seen(held, ahead or pair[0], k, q)
         if len(rungs) > 1 and total > rungs[1][0]:
@@ -100,42 +100,22 @@ class BudgetLayer(CacheLayer):
         return plan._replace(after=self.paced(after))
 
     def paced(self, held: Held, rows: Tensor | None = None) -> Held:
-        """Return what is held with the tokens up to which steps only store them."""
-        if held.descent is None:
+        """Return what is held with what it is to learn, and the tokens up to which steps store."""
+        if held.descent is None or held.k is None:
             return held
-        rungs, ahead = held.descent
+        (rungs, ahead), padding = held.descent, held.padding
         until = rungs[1][0] if len(rungs) > 1 else inf
-        ahead = ahead if held.length else None
+        if ahead is None and (ahead := self._to_learn(rungs, held.k)) is not None:
+            ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))
         if ahead is not None:
             first, last = ahead.learning  # queries are to be seen
             until = min(until, first) if held.length < last else until
             ahead = ahead if rows is None else ahead.select(rows)
         return held._replace(descent=Descent(rungs, ahead), until=until)
 
-    def restore(self, held: Held) -> None:
-        """Hold other streams from now on, whose slots are clean."""
-        if held.k is not None and held.descent is not None:
-            ahead = self._ahead(held.descent, held.k, held.padding)
-            held = self.paced(held._replace(descent=Descent(held.descent.rungs, ahead)))
-        super().restore(held)
-
-    def empty(self) -> BudgetLayer:
-        """Return a layer like this one that holds nothing."""
-        other = super().empty()
-        assert isinstance(other, BudgetLayer)
-        other.planned = self.planned
-        return other
-
-    def learner(self, k: Stream, padding: Tensor | None) -> Stream:
+    def learner(self, held: Held) -> Stream | None:
         """Return the stream of keys whose codec is to learn from queries."""
-        return self._ahead(self._descent, k, padding) or k
-
-    def _ahead(self, descent: Descent, k: Stream, padding: Tensor | None) -> Stream | None:
-        """Return `Descent.ahead` of keys, whose rows begin behind their padding."""
-        rungs, ahead = descent
-        if ahead is None and (ahead := self._to_learn(rungs, k)) is not None and ahead.offset:
-            ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))
-        return ahead
+        return (held.descent and held.descent.ahead) or held.k
 
     def knows_positions(self) -> bool:
         """Tell whether keys are stored without something that depends on positions, or will be."""
