@@ -269,9 +269,8 @@ class Stream(NamedTuple):
         if not start or not self.num_sinks:
             return self.sinks
         if self.sinks is None:
-            count, alone = self.num_sinks, padding is None and not self.length
-            whole = alone and x.shape[2] >= count
-            return x[:, :, :count].clone() if whole else self.first_tokens(padding, x)
+            whole = padding is None and not self.length and x.shape[2] >= self.num_sinks
+            return x[:, :, : self.num_sinks].clone() if whole else self.first_tokens(padding, x)
         positions, end = self.sink_positions(padding)
         if self.length >= end:
             return self.sinks
