@@ -78,17 +78,11 @@ def test_pieces_are_the_whole(spec, side, counts, start):
 
 
 SPECIAL_CASES = (
-    ("turboquant:bits=4", "k"),
-    ("int:bits=8", "v"),
-    ("int:bits=4,group=48", "k"),
-    ("int:bits=6,zero=true", "v"),
-    ("fp8", "k"),
-    ("kivi:bits=4,group=64", "k"),
-    ("turboquant:bits=3,scale=unbiased", "v"),
-    ("turboquant:bits=2,center=128,scale=l2", "k"),
-    ("int:bits=3,zero=true,rotate=true", "v"),
-    ("fp8:scale=none,format=e5m2", "v"),
-)
+    ("turboquant:bits=4", "k"), ("int:bits=8", "v"), ("int:bits=4,group=48", "k"),
+    ("int:bits=6,zero=true", "v"), ("fp8", "k"), ("kivi:bits=4,group=64", "k"),
+    ("turboquant:bits=3,scale=unbiased", "v"), ("turboquant:bits=2,center=128,scale=l2", "k"),
+    ("int:bits=3,zero=true,rotate=true", "v"), ("fp8:scale=none,format=e5m2", "v"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "side"), [
