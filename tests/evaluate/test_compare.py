@@ -10,17 +10,8 @@ import torch
 from PIL import Image
 from transformers import FalconH1Config, FalconH1ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvpact.evaluate import (
-    EvalProtocol,
-    EvalResult,
-    EvalRow,
-    EvaluationError,
-    TokenScores,
-    differences,
-    evaluate,
-    summarize,
-    write_report,
-)
+from kvpact.evaluate import EvalResult, TokenScores, differences, evaluate, summarize, write_report
+from kvpact.evaluate.base import EvalProtocol, EvalRow, EvaluationError
 
 COUNT = 400
 

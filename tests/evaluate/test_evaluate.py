@@ -13,23 +13,11 @@ from transformers import DynamicCache
 
 import kvpact
 from kvpact.errors import KVPactError, SpecError
-from kvpact.evaluate import (
-    Candidate,
-    EvalProtocol,
-    EvalResult,
-    EvalRow,
-    EvaluationError,
-    MetricAccumulator,
-    TokenScores,
-    evaluate,
-    evaluate_text,
-    markdown_table,
-    save_plot,
-    score_tokens,
-    write_report,
-)
-from kvpact.evaluate.base import row_name
+from kvpact.evaluate import evaluate, evaluate_text, markdown_table, save_plot, write_report
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError, row_name
+from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, score_tokens
 from kvpact.evaluate.report import protocol_text
+from kvpact.evaluate.result import EvalResult
 
 FIELDS = [
     "spec", "bits_per_value", "bytes", "perplexity", "perplexity_change", "kl_mean", "kl_p99",

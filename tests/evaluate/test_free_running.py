@@ -9,14 +9,8 @@ from PIL import Image
 from tiny_llama import tiny_llama
 from transformers import DynamicCache
 
-from kvpact.evaluate import (
-    Candidate,
-    EvaluationError,
-    evaluate,
-    free_running,
-    score_tokens,
-    write_report,
-)
+from kvpact.evaluate import evaluate, free_running, score_tokens, write_report
+from kvpact.evaluate.base import Candidate, EvaluationError
 from kvpact.evaluate.free_running import distinct_percent, running_mean
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named

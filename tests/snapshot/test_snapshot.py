@@ -11,16 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvpact import (
-    AttendConfig,
-    CacheGeometry,
-    MLACache,
-    PagedKVCache,
-    Snapshot,
-    create_cache,
-    errors,
-)
+from kvpact import CacheGeometry, MLACache, PagedKVCache, Snapshot, create_cache, errors
 from kvpact.compressor import CompressedKV
+from kvpact.contract import AttendConfig
 from kvpact.snapshot import Container, Identity, token_hash
 from kvpact.snapshot.manifest import VERSIONS
 from kvpact.testing.held import copied_tensors, difference
