@@ -25,7 +25,7 @@ def encoder(codec) -> TritonEncoder:
     return TritonEncoder(codec)
 
 
-CASES = [
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form([
     (spec, side, dim, *place)
     for (spec, side), dim, place in zip(
         itertools.product(COVERED, "kv"),
@@ -33,10 +33,7 @@ CASES = [
         itertools.cycle(encode_compare.PLACES[:5]),
         strict=False,
     )
-]
-
-
-@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form(CASES))
+]))  # fmt: skip
 def test_every_format(spec, side, dim, count, start, dtype):
     (tokens,), start = encode_compare.random_pieces(spec, side, dim, count, start, dtype)
     assert encode_compare.compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
