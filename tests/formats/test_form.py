@@ -72,21 +72,14 @@ def anything(form, y, frozen):
 
 
 ORDERS = {
-    "mul": (SCALE,),
-    "mul in blocks": (BLOCKS,),
-    "mul add": (SCALE, ZERO),
-    "add mul": (ZERO, SCALE),
-    "add": (ZERO,),
-    "two muls": (SCALE, Side("more", "mul")),
-    "tile": (TILE_SCALE, TILE_ZERO),
+    "mul": (SCALE,), "mul in blocks": (BLOCKS,), "mul add": (SCALE, ZERO), "add mul": (ZERO, SCALE),
+    "add": (ZERO,), "two muls": (SCALE, Side("more", "mul")), "tile": (TILE_SCALE, TILE_ZERO),
     "tile, add first": (TILE_ZERO, TILE_SCALE),
     "tile, then a token": (TILE_SCALE, TILE_ZERO, Side("more", "mul")),
     "a token, then a tile": (SCALE, ZERO, Side("more", "mul", tokens=32)),
-    "scale and mean": (SCALE, MEAN),
-    "mean and scale": (MEAN, SCALE),
-    "a tile's scale, a token's zero": (TILE_SCALE, ZERO),
-    "blocks and a mean": (BLOCKS, MEAN),
-}
+    "scale and mean": (SCALE, MEAN), "mean and scale": (MEAN, SCALE),
+    "a tile's scale, a token's zero": (TILE_SCALE, ZERO), "blocks and a mean": (BLOCKS, MEAN),
+}  # fmt: skip
 NATIVE = {
     "token": {"mul", "mul in blocks", "mul add", "tile", "tile, then a token", "scale and mean"},
     "channel": {"mul", "mul in blocks", "mul add", "a token, then a tile"},
