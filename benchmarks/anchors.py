@@ -12,7 +12,6 @@ build/peers/anchors, where ggml is compiled. Medians go to DIR/anchors.md, quart
 DIR/anchors.json.
 """
 
-import argparse
 import gc
 import itertools
 import sys
@@ -24,21 +23,18 @@ from typing import Any
 
 import runner
 import torch
-from anchors_case import Maker, Ring, case_of
+from anchors_kept import Maker, Ring, case_of
 from leaderboard_contenders import installed
 from runner import Row
 from torch import Tensor
 
-Work = tuple[str, int, int]
-"""A shape, tokens that are held, and tokens that have queries."""
 SHAPES = {"A": (8, 4, 128), "B": (8, 8, 64), "C": (3, 3, 64)}
 """KV heads, query heads per KV head, width."""
 REQUIRES = (
     "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
     "ggml-python==0.0.45", "openvino==2026.4.1",
 )  # fmt: skip
-PACKAGES = ("kvpact", "onnxruntime", "ggml-python", "openvino")
-PEERS = dict(zip(("kept", "onnxruntime", "ggml", "openvino"), PACKAGES, strict=True))
+PEERS = dict(kept="kvpact", onnxruntime="onnxruntime", ggml="ggml-python", openvino="openvino")
 CLASSES = (
     ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),
     (
@@ -68,9 +64,10 @@ def in_turns(
     return {name: found[1:] or found for name, found in times.items()}, outputs
 
 
-def cells(options: argparse.Namespace, work: Work, before: list[Row]) -> list[Row]:
+def cells(
+    options: runner.Options, shape: str, tokens: int, queries: int, before: list[Row]
+) -> list[Row]:
     """Measure all candidates of a shape, a past and queries, at every number of threads."""
-    shape, tokens, queries = work
     torch.set_num_threads(max(options.threads))
     case = case_of(*SHAPES[shape], tokens, queries, options.ring)
     makers: dict[str, Maker] = {}
@@ -138,11 +135,8 @@ def ahead(rows: list[Row], of: tuple[str, ...]) -> list[str]:
     for (shape, tokens, threads, queries), ms in works.items():
         ours = min((ms[n] for n in ms if ":" in n), default=0.0)
         place = f"{said(shape)}, {tokens:,} tokens, {threads} threads, {queries} queries"
-        found += [
-            f"`{n}` by {ours / ms[n]:.2f} times ({place})"
-            for n in ms
-            if ":" not in n and ms[n] < ours
-        ]
+        quicker = [n for n in ms if ":" not in n and ms[n] < ours]
+        found += [f"`{n}` by {ours / ms[n]:.2f} times ({place})" for n in quicker]
     return found
 
 
@@ -158,7 +152,6 @@ def said(shape: str) -> str:
 
 
 def main() -> None:
-    """Install, measure, print, and write."""
     options = runner.arguments(
         __doc__, shapes=SHAPES, tokens=[2048, 8192, 32768], queries=[1, 256], threads=[1, 2],
         peers=PEERS, rounds=15, seconds=0.4, longest=5.0, ring=96, out=RESULTS,
@@ -170,10 +163,10 @@ def main() -> None:
     rows: list[Row] = []
     works = [*itertools.product(options.queries, options.shapes, options.tokens)]
     for number, (queries, shape, tokens) in enumerate(works, 1):
-        rows += cells(options, (shape, tokens, queries), rows)
+        rows += cells(options, shape, tokens, queries, rows)
         gc.collect()
-        last = number == len(works)
-        runner.report(options, "anchors", rows, tables(rows), last=last, **told)
+        told["last"] = number == len(works)
+        runner.report(options, "anchors", rows, tables(rows), **told)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from typing import Any
 
 import ggml
 import torch
-from anchors_case import Case, Maker, Ring
-from attend_ours import copies
+from anchors_kept import Case, Maker, Ring
+from attend_calls import copies
 from torch import Tensor
 
 TYPES = {"f16": ggml.GGML_TYPE_F16, "q8_0": ggml.GGML_TYPE_Q8_0, "q4_0": ggml.GGML_TYPE_Q4_0}

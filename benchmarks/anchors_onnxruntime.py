@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import onnxruntime
 import torch
-from anchors_case import Case, Maker, Ring, ring_of
+from anchors_kept import Case, Maker, Ring, ring_of
 from onnx import TensorProto, helper
 from torch import Tensor
 

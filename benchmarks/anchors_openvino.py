@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import openvino
 import torch
-from anchors_case import Case, Maker, Ring
-from attend_ours import copies
+from anchors_kept import Case, Maker, Ring
+from attend_calls import copies
 from openvino import opset13
 from openvino.op import _PagedAttentionExtension
 from torch import Tensor

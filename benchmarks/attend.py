@@ -20,7 +20,6 @@ attend-avx2.
 DIR/linearity.json and linearity.md.
 """
 
-import argparse
 import os
 import sys
 
@@ -30,9 +29,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import children
 import runner
 import torch
+from attend_calls import OURS, SHAPES, hopeless, is_torch, our_calls, read_name, torch_calls
 from attend_linearity import linearity
-from attend_ours import OURS, SHAPES, our_calls, read_name
-from attend_torch import hopeless, is_torch, torch_calls
 
 SHORT, TOKENS = [32, 64, 128, 256], [1024, 4096, 16384, 65536]
 LONG = [1024 * 2**n for n in range(8)]
@@ -45,7 +43,7 @@ AVX2 = {
 """Environment variables under which kvpact and torch compute as on a lesser processor."""
 
 
-def attention(options: argparse.Namespace) -> list[runner.Row]:
+def attention(options: runner.Options) -> list[runner.Row]:
     """Measure all candidates."""
     rows: list[runner.Row] = []
     for shape in options.shapes:
@@ -101,7 +99,6 @@ def tables(rows: list[runner.Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=[int], short=False, shapes=SHAPES, threads=[1, 2], rounds=15, ring=96,
         only=OURS, no_compile=False, avx2=False, linearity=False, out=runner.BENCH,

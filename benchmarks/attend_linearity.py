@@ -1,22 +1,18 @@
 """Time per token of context: a straight line?"""
 
-import argparse
-
 import numpy as np
 import runner
-from attend_ours import our_ring
-from attend_torch import QUICK, torch_calls
+from attend_calls import QUICK, our_ring, torch_calls
 from runner import Row
 
 OURS = ("4 bits", "8 bits", "3 bits", "2 bits", "trellis 4", "fp16, fused")
 LONGEST_TORCH = 65536
 BOUND = 0.15
-TITLE, TOLD = "Time per token of context", ("rounds",)
 
 
-def linearity(options: argparse.Namespace, **about: object) -> None:
+def linearity(options: runner.Options, **about: object) -> None:
     """Measure, print, and write the report."""
-    rows = []
+    rows, about["title"] = [], "Time per token of context"
     ours = [name for name in OURS if name in options.only]
     for shape in options.shapes:
         for name in (*ours, *QUICK):
@@ -33,7 +29,7 @@ def linearity(options: argparse.Namespace, **about: object) -> None:
                 turns = {count: runner.turn_of(*calls) for count, calls in rings.items()}
                 times = runner.in_turns(turns, options.rounds, warm=2)
                 rows.append({"shape": shape, "threads": threads, "candidate": name, **line(times)})
-    runner.report(options, "linearity", rows, body(rows), TOLD, title=TITLE, **about)
+    runner.report(options, "linearity", rows, body(rows), ("rounds",), **about)
 
 
 def line(times: dict[str, list[float]]) -> Row:

@@ -150,7 +150,6 @@ def report(folder: Path) -> str:
 
 
 def main() -> None:
-    """Print the table and write it."""
     options = runner.arguments(__doc__, "folder", folder=runner.BENCH)
     text = report(options.folder)
     (options.folder / "lines.md").write_text(text, "utf-8")

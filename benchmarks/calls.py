@@ -1,14 +1,13 @@
 """Counts the Python calls in kvpact that one layer costs: what a fast computer can't make cheaper.
 
-    python benchmarks/calls.py [--spec trellis:bits=4 turboquant:bits=4] [--functions] [--out DIR]
+    python benchmarks/calls.py [--spec trellis:bits=4 turboquant:bits=4] [--out DIR]
 
 Counted by `sys.setprofile` are calls of functions whose code is in the kvpact package, in a prompt
 of 200 tokens, the first two steps after it, and a later step (the median of the 49th to the 80th),
 divided by the 16 layers.
 ``bare`` is `attend` of a `ContiguousCache`; ``transformers`` a forward pass of a tiny random Llama
-with a `CompressedCache`. ``--functions`` prints what is called in a later step, too. At the end
-stand what each further row of a batch costs a layer of vLLM's in a step, and the milliseconds that
-a second cache for the same model takes to make, and the first.
+with a `CompressedCache`. At the end stand what each further row of a batch costs a layer of vLLM's
+in a step, and the milliseconds that a second cache for the same model takes to make, and the first.
 """
 
 import sys
@@ -122,17 +121,11 @@ def a_row_in_vllm() -> float:
     return (found[1] - found[0]) / (ROWS - 1)
 
 
-def making() -> tuple[float, float]:
-    """Return the milliseconds that the first cache of a process takes, and another one."""
+def main() -> None:
+    options = runner.arguments(__doc__, spec=SPECS)
     turn = runner.turn_of(partial(CompressedCache, tiny()))
     first, *others = (turn() * 1000 for _ in range(MADE))
-    return first, runner.quartiles(others)[1]
-
-
-def main() -> None:
-    """Count, print, and write DIR/calls.json."""
-    options = runner.arguments(__doc__, spec=SPECS, functions=False)
-    first, next_one = making()
+    next_one = runner.quartiles(others)[1]
     found = {f"{way}, {spec}": measure(way, spec) for spec in options.spec for way in WAYS}
     numbers = {
         name: {part: calls.total() / LAYERS for part, calls in parts.items()}
@@ -140,10 +133,6 @@ def main() -> None:
     }
     cells = [[name, *(f"{x:.1f}" for x in row.values())] for name, row in numbers.items()]
     body = [runner.table(["Python calls in kvpact per layer", "prompt", *STEPS], cells), ""]
-    for name, parts in found.items() if options.functions else ():
-        body += ["", name, ""]
-        called = parts["later step"].most_common()
-        body += [f"    {calls / LAYERS:8.2f}  {function}" for function, calls in called]
     row = a_row_in_vllm()
     body += [f"each further row of a step in vLLM: {row:.1f} calls", ""]
     body += [f"making a cache: {first:.2f} ms, then {next_one:.2f} ms"]

@@ -51,11 +51,8 @@ def answer(work: Callable[..., Any]) -> bool:
 
 def status(key: str) -> int:
     """Return a line of /proc/self/status in bytes."""
-    for line in STATUS.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise KeyError(key)
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def resident() -> int:

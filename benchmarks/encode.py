@@ -110,7 +110,6 @@ def table(rows: list[runner.Row]) -> str:
 
 
 def main() -> None:
-    """Run and print."""
     options = runner.arguments(__doc__, specs=SPECS, tokens=4096, long=100_000, rounds=9)
     torch.set_num_threads(1)
     level = runner.native_level()

@@ -7,7 +7,6 @@ it fills), and with that one. Counted from when the model is loaded; the fingerp
 which guards the entries, is in it and stands apart, too.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def prompt_of(model: str, tokens: int) -> str:
     return tokenizer.decode(tokenizer(text)["input_ids"][:tokens])
 
 
-def generated(file: Path, options: argparse.Namespace, *more: object) -> dict[str, float]:
+def generated(file: Path, options: runner.Options, *more: object) -> dict[str, float]:
     """Generate two tokens in a new process; return the figures that it prints."""
     words = ["-m", "kvpact", "generate", "--file", file, "--max-new-tokens", 2, *more]
     printed = children.fresh(*words, "--model", options.model, "--spec", options.spec)
@@ -44,7 +43,6 @@ def generated(file: Path, options: argparse.Namespace, *more: object) -> dict[st
 
 
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(__doc__, model="smollm2", tokens=3000, spec="turboquant:bits=4")
     with tempfile.TemporaryDirectory() as name:
         file, store = Path(name) / "prompt.txt", Path(name) / "store"

@@ -12,7 +12,6 @@ takes for it is measured by `process.py`.
 tokens with all the rest again every 128th step; no measured step does.
 """
 
-import argparse
 import importlib.util
 from functools import partial
 from typing import Any
@@ -20,12 +19,14 @@ from typing import Any
 import runner
 import torch
 from leaderboard_bytes import held_bytes
-from transformers import DynamicCache, QuantizedCache
+from process import EXACT, made
+from transformers import DynamicCache
 
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.spec import DEFAULT_SPEC
 
-FOUR, EXACT, QUANTO = "turboquant:bits=4", "DynamicCache", "QuantizedCache"
+FOUR, QUANTO = "turboquant:bits=4", "QuantizedCache"
+QUANTO_PEER = "quanto: QuantizedCache, quanto, 4 bits"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPECS = (EXACT, FOUR, DEFAULT_SPEC, "turboquant:bits=3", "int:bits=8", QUANTO)
 CANDIDATES = {
@@ -33,21 +34,14 @@ CANDIDATES = {
     for spec in SPECS
     for dtype in (DTYPES if spec in (EXACT, FOUR, QUANTO) else ("fp32",))
 }
+HOLDS = {True: "yes", False: "no"}
 TOKEN, CHUNK = torch.tensor([[5]]), 512
-
-
-def made(spec: str, model: Any) -> Any:
-    """Return an empty cache of kvpact's, or of a class of transformers."""
-    if spec == EXACT:
-        return DynamicCache(config=model.config)
-    if spec == QUANTO:
-        return QuantizedCache("quanto", model.config, nbits=4)
-    return CompressedCache(model.config, spec)
 
 
 def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
     """Return a cache that holds the keys and values of an exact one."""
-    warm, cache = made(spec, model), made(spec, model)
+    name = QUANTO_PEER if spec == QUANTO else spec
+    warm, cache = made(name, model), made(name, model)
     for _ in range(3):  # libraries make room for themselves, and quanto compiles
         runner.forward(model, TOKEN, warm)
     for index, layer in enumerate(exact.layers):
@@ -57,7 +51,7 @@ def filled(spec: str, model: Any, exact: DynamicCache) -> Any:
     return cache
 
 
-def rows_of(options: argparse.Namespace) -> list[runner.Row]:
+def rows_of(options: runner.Options) -> list[runner.Row]:
     """Return a row per thread count and candidate."""
     names, models, sizes, turns, rows = options.only, {}, {}, {}, []
     if not (importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto")):
@@ -95,12 +89,13 @@ def lines(rows: list[runner.Row]) -> list[str]:
                 others = [row for other, row in part.items() if other.startswith(start)]
                 if other := min(others, key=lambda row: row["ms"], default=None):
                     ratio = other["ms"] / part[name]["ms"]
-                    holds = "yes" if ratio >= target else "no"
+                    holds = HOLDS[ratio >= target]
                     says.append(f"{ratio:.2f} x {other['candidate']} (at least {target}: {holds})")
             if exact := part.get(f"{EXACT}, fp32"):
                 share = part[name]["cache"] / exact["cache"]
-                holds = "yes" if share <= 0.15 else "no"
-                says.append(f"{share:.3f} of fp32's cache bytes (at most .15: {holds})")
+                says.append(
+                    f"{share:.3f} of fp32's cache bytes (at most .15: {HOLDS[share <= 0.15]})"
+                )
             found.append("; ".join(says))
     return found
 
@@ -124,7 +119,6 @@ def tables(rows: list[runner.Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=6000, rounds=15, threads=[1, 2], model="smollm2", only=CANDIDATES,
         out=runner.BENCH,

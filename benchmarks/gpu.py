@@ -13,17 +13,16 @@ the peak of what was allocated, and of what torch reserved, which is what others
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
+import gpu_timing as gpu
 import runner
 import torch
-from gpu_exact import Works, exact_kernels
-from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peaks_of, summary
+from gpu_timing import DEVICE, Works, captured, exact_kernels, forget
 from runner import Row
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
@@ -34,7 +33,6 @@ SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis
 SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
 Q_HEADS, HEADS, DIM = 32, 8, 128
 GEOMETRY = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-PIECE = 4096
 WHOLE = AttendConfig(is_causal=False)
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LATENT, ROPE, LATENT_HEADS = 512, 64, 16
@@ -44,16 +42,7 @@ GRAPH, GENERAL = ", graph", ", general kernel"
 def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
     """Return a cache with random tokens in bf16."""
     cache = create_cache(spec, geometry, check="deferred")
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    dims = geometry.head_dim, geometry.value_dim
-    for start in range(0, tokens, PIECE):
-        shape = (batch, geometry.num_kv_heads, min(PIECE, tokens - start))
-        k, v = (
-            torch.randn(*shape, dim, device=DEVICE, generator=generator, dtype=torch.bfloat16)
-            for dim in dims
-        )
-        cache.store(0, k=k, v=v)
-    return cache
+    return runner.filled(cache, tokens, 4096, batch, DEVICE)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -62,7 +51,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def beside(
-    options: argparse.Namespace, part: str, shape: str, works: Works, exact_bytes: int,
+    options: runner.Options, part: str, shape: str, works: Works, exact_bytes: int,
     q: torch.Tensor, held: tuple[CacheGeometry, int, int], config: AttendConfig = WHOLE,
     capture: Callable[[Any], Any] = captured, general: bool = False,
 ) -> Iterator[Row]:  # fmt: skip
@@ -85,7 +74,7 @@ def beside(
     forget()
 
 
-def decode(options: argparse.Namespace) -> Iterator[Row]:
+def decode(options: runner.Options) -> Iterator[Row]:
     """Measure a decode step's attention."""
     for batch, tokens in itertools.product(options.batch, options.tokens):
         size, shape = 4 * batch * HEADS * tokens * DIM, f"{batch} x {tokens}"
@@ -135,23 +124,19 @@ def not_by_kernels(cache: Any) -> str:
 
 
 def table(
-    options: argparse.Namespace, part: str, shape: str, works: Works, nbytes: dict[str, int],
+    options: runner.Options, part: str, shape: str, works: Works, nbytes: dict[str, int],
     exact: Collection[str] = (),
 ) -> Iterator[Row]:  # fmt: skip
     """Measure works in turns; yield a row of each, and print it."""
-    found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
+    found = {
+        name: gpu.summary(times) for name, times in gpu.microseconds(works, options.rounds).items()
+    }
     best = min((found[name]["us"] for name in exact), default=float("nan"))
     for name, row in found.items():
         speed = nbytes[name] / row["us"] * 1e6
         more = {"bytes/s": speed, "of read bandwidth": speed / options.read}
-        made = {
-            "part": part,
-            "shape": shape,
-            "what": name,
-            **row,
-            **more,
-            "ratio": best / row["us"],
-        }
+        more |= {"ratio": best / row["us"]}
+        made = {"part": part, "shape": shape, "what": name, **row, **more}
         print(line(made), flush=True)
         yield made
 
@@ -166,7 +151,7 @@ def line(r: Row) -> str:
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
 
 
-def encode(options: argparse.Namespace) -> Iterator[Row]:
+def encode(options: runner.Options) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
     x = random(1, HEADS, 16384, DIM)
     for spec in options.specs:
@@ -180,7 +165,7 @@ def encode(options: argparse.Namespace) -> Iterator[Row]:
         yield from table(options, "encode", "16384", {spec: work}, {spec: 2 * x.nbytes})
 
 
-def prompt(options: argparse.Namespace) -> Iterator[Row]:
+def prompt(options: runner.Options) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
     for tokens in options.tokens:
         q, k = random(1, Q_HEADS, 512, DIM), random(1, HEADS, tokens, DIM)
@@ -190,7 +175,7 @@ def prompt(options: argparse.Namespace) -> Iterator[Row]:
         yield from beside(options, *given, capture=lambda work: work)
 
 
-def latent(options: argparse.Namespace) -> Iterator[Row]:
+def latent(options: runner.Options) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
@@ -220,27 +205,13 @@ def random_model(layers: int) -> Any:
     return LlamaForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
 
 
-def options_by_layer() -> None:
-    """Let kvpact take what transformers before 5.20 says of layers: one set of options for all."""
-    from kvpact.integrations.transformers.model import facts
-
-    told = facts.get_layer_types_and_kwargs
-
-    def by_layer(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
-        types, found = told(config)
-        return types, found if isinstance(found, list) else [found] * len(types)
-
-    facts.get_layer_types_and_kwargs = by_layer
-
-
-def model(options: argparse.Namespace) -> Iterator[Row]:
+def model(options: runner.Options) -> Iterator[Row]:
     """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
 
     from kvpact.integrations.transformers import CompressedCache
     from kvpact.integrations.transformers.graphs import DecodeGraph
 
-    options_by_layer()
     theirs, ours = random_model(options.layers), random_model(options.layers)
     draw = torch.Generator().manual_seed(0)
     longest = max(1024, *options.tokens[:2]) + 1
@@ -263,7 +234,7 @@ def model(options: argparse.Namespace) -> Iterator[Row]:
             works[name] = lambda n=network, c=cache, s=step: n(s, **named(c))
             if name.endswith(GRAPH):
                 works[name] = partial(DecodeGraph(network, cache), step)
-            made = {"part": "model memory", "shape": str(tokens), "what": name, **peaks_of()}
+            made = {"part": "model memory", "shape": str(tokens), "what": name, **gpu.peaks_of()}
             peaks[name] = made["allocated"]
             print(line(made), flush=True)
             yield made
@@ -275,7 +246,6 @@ PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode,
 
 
 def main() -> None:
-    """Measure, print, and write DIR/gpu.json and DIR/gpu.md."""
     options = runner.arguments(
         __doc__, specs=SPECS, tokens=[4096, 16384, 65536, 131072], batch=[1, 8, 64], parts=PARTS,
         rounds=30, layers=30, memory=60.0, dry=False,
@@ -284,7 +254,7 @@ def main() -> None:
         sys.exit("no CUDA device is there; nothing was measured")
     import triton
 
-    speeds = bandwidth(options.rounds)
+    speeds = gpu.bandwidth(options.rounds)
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
     told = {"gpu": name, "cuda": torch.version.cuda, "triton": triton.__version__}
     options.read = speeds["read"]

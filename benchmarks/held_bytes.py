@@ -34,7 +34,6 @@ def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> 
 
 
 def main() -> None:
-    """Measure and print; write DIR/held_bytes.json and .md."""
     options = runner.arguments(__doc__, tokens=4096, dtype="bfloat16")
     torch.set_num_threads(1)
     lengths = [count for count in SHOWN if count <= options.tokens]
@@ -43,9 +42,9 @@ def main() -> None:
         for spec in SPECS:
             found = shares(spec, *shape, options.tokens, getattr(torch, options.dtype))
             at = {count: round(found[count - 1], 4) for count in lengths}
-            row = {"model": model, "spec": spec, "largest": round(max(found), 4), "shares": at}
-            rows.append(row)
-            numbers = (f"{x:.3f}" for x in (row["largest"], *at.values()))
+            most = round(max(found), 4)
+            rows.append({"model": model, "spec": spec, "largest": most, "shares": at})
+            numbers = (f"{x:.3f}" for x in (most, *at.values()))
             cells.append([model, f"`{spec}`", *numbers])
     columns = ["model", "spec", "largest share", *(f"{count:,}" for count in lengths)]
     runner.report(options, "held_bytes", rows, runner.table(columns, cells, 2), ("dtype",))

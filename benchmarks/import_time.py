@@ -23,15 +23,10 @@ COMMANDS = {
 }
 
 
-def import_seconds(statement: str) -> float:
-    """Return the seconds of an import in a fresh process, without the interpreter's start."""
-    return float(fresh("-c", CLOCK.format(statement)))
-
-
 def main() -> None:
-    """Measure and print."""
     options = runner.arguments(__doc__, rounds=9)
-    turns = {name: partial(import_seconds, text) for name, text in IMPORTS.items()}
+    # Without the interpreter's start, which is in a command's time.
+    turns = {n: lambda x=x: float(fresh("-c", CLOCK.format(x))) for n, x in IMPORTS.items()}
     turns |= {name: runner.turn_of(partial(fresh, *words)) for name, words in COMMANDS.items()}
     seconds = runner.in_turns(turns, options.rounds)
     rows = [

@@ -60,12 +60,11 @@ def calls(spec: str, tokens: int, chosen: int) -> dict[str, runner.Call]:
 
 
 def main() -> None:
-    """Measure and print a table."""
     sizes = {"tokens": 32768, "chosen": 2048, "spec": "turboquant:bits=4"}
     options = runner.arguments(__doc__, **sizes, threads=1, rounds=21)
     torch.set_num_threads(options.threads)
-    found = calls(options.spec, options.tokens, options.chosen)
-    runner.compare(options, "indexed_attention", found, "full", [*sizes, "threads"])
+    found, told = calls(options.spec, options.tokens, options.chosen), [*sizes, "threads"]
+    runner.compare(options, "indexed_attention", found, "full", told)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import runner
 import torch
@@ -47,15 +46,14 @@ ENCODE = {name: ATTEND[name] for name in ("4 bits", "8 bits", "kivi 4")}
 LENGTHS = (256, 512)
 COUNTS, HEADS = (32, 64), 6  # rows times heads of `encode_compare`
 LEVELS = {"none": "base", "neon": "NEON", "avx2": "AVX2", "avx512": "AVX-512"}
-Row = dict[str, Any]
 
 
-def record(path: Path) -> list[Row]:
+def record(path: Path) -> list[runner.Row]:
     """Write two cases for each row, the short one first; return the rows.
 
     A case before them takes on itself what only the first call of a process costs.
     """
-    rows: list[Row] = []
+    rows: list[runner.Row] = []
     recorder = Recorder()
     with recorder.recording():
         record_attend(recorder, spec=ATTEND["4 bits"])
@@ -123,7 +121,6 @@ def told(*command: str) -> str:
 
 
 def main() -> None:
-    """Count and write."""
     drivers, out = ("driver", "neon_driver"), ROOT / "benchmarks" / "results" / "attend"
     options = runner.arguments(__doc__, *drivers, **dict.fromkeys(drivers, Path), out=out)
     torch.set_num_threads(1)
@@ -131,10 +128,10 @@ def main() -> None:
         cases = Path(folder) / "cases"
         rows = record(cases)
         for level in LEVELS:
-            if level == "avx512":
-                found = stepped(options.driver, cases, level)
-            elif level == "neon":
+            if level == "neon":
                 found = emulated(options.neon_driver, cases, 1 + 2 * len(rows))
+            elif level == "avx512":
+                found = stepped(options.driver, cases, level)
             else:
                 found = profiled(options.driver, cases, level, Path(folder))
             assert len(found) in (0, 1 + 2 * len(rows)), (level, len(found))
@@ -149,13 +146,11 @@ def main() -> None:
         [row["name"], *(f"{row[level]:.0f}" if level in row else "–" for level in LEVELS)]
         for row in rows
     ]
-    said = (
-        "Counted by `make callgrind`: attention per token and KV head, all query rows of the head\n"
-        "together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of\n"
-        "128. What a call costs is taken off. Valgrind knows no AVX-512: that level is stepped\n"
-        "through, and NEON is counted by QEMU. `fast` is the exact kernel where there is no\n"
-        "AVX-512."
-    )
+    said = """Counted by `make callgrind`: attention per token and KV head, all query rows of the
+head together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of
+128. What a call costs is taken off. Valgrind knows no AVX-512: that level is stepped
+through, and NEON is counted by QEMU. `fast` is the exact kernel where there is no
+AVX-512."""
     found = {"versions": versions, "lengths": LENGTHS, "counts": COUNTS, "rows": rows}
     body = [said, "", runner.table(["operation", *LEVELS.values()], cells)]
     runner.report(options, "instructions", found, body, title="Instructions", **versions)

@@ -17,7 +17,6 @@ from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig
 from kvpact.integrations.transformers import CompressedCache
 
 SPECS = ["none", "turboquant:bits=4", "trellis:bits=4", "int:bits=8"]
-TOKENS = [512, 2048, 8192]
 
 
 def model() -> Gemma4ForCausalLM:
@@ -36,8 +35,7 @@ def model() -> Gemma4ForCausalLM:
 
 @torch.no_grad()
 def main() -> None:
-    """Print a line for each spec and length."""
-    options = runner.arguments(__doc__, "specs", specs=SPECS, tokens=TOKENS, rounds=15)
+    options = runner.arguments(__doc__, "specs", specs=SPECS, tokens=[512, 2048, 8192], rounds=15)
     torch.set_num_threads(1)
     decoder, rows, cells = model(), [], []
     for spec in options.specs:

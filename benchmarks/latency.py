@@ -11,7 +11,6 @@ quartiles. Below 1 the compressed cache is the quicker one. With --sliding layer
 sliding window are packed, too.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 
@@ -27,16 +26,14 @@ def prompt(model: PreTrainedModel, make: Callable[[], Cache], ids: torch.Tensor)
     return runner.turn_of(partial(runner.forward, model, ids, make()))()
 
 
-def measure(options: argparse.Namespace) -> list[runner.Row]:
+def measure(options: runner.Options) -> list[runner.Row]:
     """Measure prompts and steps for every number of threads."""
     theirs, ids = runner.book(options.model, max([*options.prompts, *options.held]) + 1)
     ours = runner.twin(theirs)
+    given = {"sliding": options.sliding}
     makes = {
         "DynamicCache": (theirs, lambda: DynamicCache(config=theirs.config)),
-        "kvpact": (
-            ours,
-            lambda: CompressedCache(ours.config, options.spec, sliding=options.sliding),
-        ),
+        "kvpact": (ours, lambda: CompressedCache(ours.config, options.spec, **given)),
     }
     rows = []
 
@@ -66,7 +63,6 @@ def measure(options: argparse.Namespace) -> list[runner.Row]:
 
 
 def main() -> None:
-    """Measure, print, and write DIR/latency.json and DIR/latency.md."""
     prompts, held = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096], [16, 32, 64, 128, 256, 1024]
     given = {"model": "smollm2", "spec": "trellis:bits=4", "sliding": str}
     given |= {"prompts": prompts, "held": held}

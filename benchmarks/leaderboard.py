@@ -2,7 +2,7 @@
 
     python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768] …
 
-Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
+Each contender (`leaderboard_contenders`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
 transformers' `DynamicCache`; what was found is written to DIR/NAME.json, of which
 `python docs/generate.py` makes docs/leaderboard.md.
@@ -14,7 +14,6 @@ the process' seconds on the CPU: cache and DynamicCache take turns, prompt by pr
 step. A prompt of --prompt tokens is one call on an empty cache.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -36,12 +35,17 @@ RESULTS = Path(__file__).parent / "results" / "leaderboard"
 CHUNK = 256
 
 
-def run(options: argparse.Namespace) -> list[str]:
-    """Measure every contender on every model, and write a file for each; return who has none."""
-    now = datetime.now(UTC).isoformat(timespec="minutes")
+def main() -> None:
+    if children.answer(carried_out):
+        return
+    options = runner.arguments(
+        __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=768, prompt=1024,
+        contexts=[1024, 4096, 8000], rounds=5, out=RESULTS,
+    )  # fmt: skip
     names = ("tokens", "prompt", "contexts", "rounds")
     sizes = {name: getattr(options, name) for name in names} | {"chunk": CHUNK, "threads": 1}
     versions = {"kvpact": kvpact.__version__, "transformers": transformers.__version__}
+    now = datetime.now(UTC).isoformat(timespec="minutes")
     about = options.about | versions | {"text": book_path().name, "run": now, **sizes}
     ended = []
     options.out.mkdir(parents=True, exist_ok=True)
@@ -59,18 +63,6 @@ def run(options: argparse.Namespace) -> list[str]:
         found = {"package": one.package, "changed": one.changed, "note": one.note, **got}
         text = json.dumps(found | {"about": about}, indent=1)
         (options.out / f"{name}.json").write_text(f"{text}\n", "utf-8")
-    return ended
-
-
-def main() -> None:
-    """Measure and write."""
-    if children.answer(carried_out):
-        return
-    options = runner.arguments(
-        __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=768, prompt=1024,
-        contexts=[1024, 4096, 8000], rounds=5, out=RESULTS,
-    )  # fmt: skip
-    ended = run(options)
     if ended:
         raise SystemExit(f"not written, because a process ended (see above): {', '.join(ended)}")
     print(f"written to {options.out}; python docs/generate.py makes the page")

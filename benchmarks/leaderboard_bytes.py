@@ -16,12 +16,11 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 
 
 def held_bytes(holder: Any) -> int:
-    """Count the bytes of all tensors and arrays that can be reached from an object.
+    """Count the bytes of all tensors and arrays that can be reached from an object, a cache say.
 
-    A package's own report of its bytes may leave out scales, windows or dense copies; this one
-    counts memory: whole storages (a view keeps all of its storage alive), each one once.
-    Attributes, slots, lists, tuples, sets and mappings are followed; models, modules, classes and
-    functions are not.
+    What a package reports of its bytes may leave out scales, windows or dense copies; these are
+    whole storages (a view keeps all of its own alive), each one once. Attributes, slots, lists,
+    tuples, sets and mappings are followed; models, modules, classes and functions are not.
     """
     sizes: dict[Any, int] = {}
     seen: set[int] = set()

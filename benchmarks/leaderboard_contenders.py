@@ -1,11 +1,11 @@
-"""Who stands in the leaderboard: the packages of `leaderboard_peers`, and those of entry points."""
+"""Who stands in the leaderboard: kvpact's own methods, other packages, and entry points' ones."""
 
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-
-from leaderboard_peers import PEERS
+from pkgutil import resolve_name as there
 
 from kvpact.errors import RegistrationError
 from kvpact.evaluate import Contender
@@ -22,6 +22,176 @@ LEFT_OUT = {
     "turboquant-vllm": "needs vLLM on a GPU, and Python 3.12",
     "kvpress": "drops tokens; what it keeps is exact, or QuantizedCache's, which is in the table",
 }
+
+
+SPECS = ("int:bits=8", "trellis:bits=4", "turboquant:bits=4")
+SPECS += ("kvarn:bits=3", "trellis:bits=3", "trellis:bits=2")
+CHANGED = (
+    "QuantizedCache refuses models with sliding windows: on Gemma 3 its layers stand in those with "
+    "full attention, and the others keep transformers' own, which are exact"
+)
+DENSE = "Dense K and V are held: nothing is saved. "
+CODED = "New tokens are coded before they are attended."
+ALL_ANEW = "All tokens are quantised anew whenever 128 exact ones have come together."
+NO_WINDOWS = (
+    " On Gemma 3 layers with sliding windows keep all tokens, coded, and not exact ones of the "
+    "window."
+)
+
+
+def quantized(backend, kind, model, **options):
+    """Return transformers' QuantizedCache; beside sliding windows, its layers and exact ones.
+
+    `kind` is the name of the class of a layer that `backend` stands for.
+    """
+    from transformers import Cache, DynamicCache, QuantizedCache, cache_utils
+
+    exact = DynamicCache(config=model.config)
+    if not any(exact.is_sliding):
+        return QuantizedCache(backend, model.config, **options)
+    make = getattr(cache_utils, kind)
+    pairs = zip(exact.layers, exact.is_sliding, strict=True)
+    return Cache(layers=[layer if sliding else make(**options) for layer, sliding in pairs])
+
+
+def kakeya(model):
+    """Return an empty cache."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = {"num_hidden_layers": config.num_hidden_layers, "head_dim": config.head_dim}
+    make = there("kakeyalattice.hf.cache:KakeyaLatticeCache")
+    return make(q_range=38, device="cpu", **sizes)
+
+
+def tqai(model):
+    """Return an empty cache that tells transformers how many tokens it holds."""
+
+    class Counting(there("tqai.cache.hf:TurboQuantDynamicCache")):
+        def get_mask_sizes(self, query_length, layer_idx):
+            return self.get_seq_length(layer_idx) + query_length, 0
+
+    config = there("tqai.config:TurboQuantConfig")
+    return Counting(config(bits_k=4, bits_v=2, backend="torch", device="cpu"))
+
+
+def turboquant(model):
+    """Return an empty cache."""
+    import numpy
+
+    # turboquant 0.2.0 calls what NumPy 2.4 took out under this name.
+    if not hasattr(numpy, "trapz"):
+        numpy.trapz = numpy.trapezoid
+    return there("turboquant.cache:TurboQuantCache")(bits=4)
+
+
+def turboquant_torch(model):
+    """Return an empty cache that passes each layer's new tokens through the package's codec."""
+    from transformers import DynamicCache
+
+    head_dim = model.config.get_text_config(decoder=True).head_dim
+    codec = there("turboquant.kv_cache:TurboQuantKVCache")(head_dim=head_dim, bit_width=4)
+
+    class RoundTrip(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            packed = codec.compress(key_states.float(), value_states.float())
+            k = codec.decompress_keys(packed).to(key_states.dtype)
+            v = codec.decompress_values(packed).to(value_states.dtype)
+            return super().update(k, v, layer_idx, *args, **kwargs)
+
+    return RoundTrip()
+
+
+def called(path, attribute="", **options):
+    """Return what makes an empty cache by a call of a package, given the model or its attribute."""
+
+    def make(model):
+        given = {"": (), "model": (model,), "config": (model.config,)}[attribute]
+        return there(path)(*given, **options)
+
+    return make
+
+
+def peer(package, requires="", changed="", note="", **caches):
+    """Return a contender; the keywords are its caches."""
+    named = {"requires": tuple(requires.split()), "changed": changed, "note": note}
+    return Contender(package=package, caches=caches, **named)
+
+
+PEERS = {
+    "fp8": peer(
+        "transformers", changed=CHANGED,
+        **{"QuantizedCache, fp8": partial(quantized, "fp8", "Fp8QuantizedLayer")},
+    ),
+    "hqq": peer(
+        "hqq", "hqq==0.2.8 termcolor==3.1.0 einops==0.8.1", CHANGED,
+        f"Groups along axis 1, as transformers recommends for hqq. {ALL_ANEW}",
+        **{"QuantizedCache, hqq, 4 bits": partial(
+            quantized, "hqq", "HQQQuantizedLayer", nbits=4, axis_key=1, axis_value=1)},
+    ),
+    "kakeya": peer(
+        "kakeyalattice", "kakeyalattice==1.5.0", note=DENSE + CODED + NO_WINDOWS,
+        **{"KakeyaLatticeCache, E8, range 38": kakeya},
+    ),
+    "nexus": peer(
+        "nexusquant-kv", "nexusquant-kv==0.6.3 zstandard==0.25.0",
+        note=f"{DENSE}Prompts are coded before they are attended, single tokens are never coded.",
+        **{"E8QuantizedCache, K 3, V 2 bits": called(
+            "nexusquant.integrations.quantized_cache:E8QuantizedCache.from_model", "model",
+            key_bits=3, value_bits=2)},
+    ),
+    "own": peer(
+        "kvpact", note="Layers with a sliding window stay exact, and count.",
+        **{spec: called("kvpact.integrations.transformers:CompressedCache", "model", spec=spec)
+           for spec in SPECS},
+    ),
+    "quantcore": peer(
+        "quantcore-ai", "quantcore-ai==0.4.2",
+        note=f"{CODED} V is coded, too, not so by default.",
+        **{"make_turboquant_cache, 4 bits": called(
+            "turboquant.hf_integration:make_turboquant_cache", "config",
+            bits=4, compress_values=True, verbose=False)},
+    ),
+    "quanto": peer(
+        "optimum-quanto", "optimum-quanto==0.2.7 ninja==1.13.2", CHANGED, ALL_ANEW,
+        **{"QuantizedCache, quanto, 4 bits": partial(
+            quantized, "quanto", "QuantoQuantizedLayer", nbits=4)},
+    ),
+    "tiny": peer(
+        "tiny-turboquant", "tiny-turboquant==0.18.0",
+        note=f"128 to 255 tokens are exact, most of what short contexts hold.{NO_WINDOWS}",
+        **{"TinyKVCache, safe (4 bits)": called(
+            "tiny_turboquant.cache:TinyKVCache.for_model", "model", compression="safe")},
+    ),
+    "tqai_cache": peer(
+        "tqai", "tqai==0.6.1",
+        "get_mask_sizes, by which transformers 5 makes masks, is written for it: as it comes, "
+        "chunks see no earlier token",
+        DENSE + CODED, **{"TurboQuantDynamicCache, K 4, V 2 bits": tqai},
+    ),
+    "turbokv": peer(
+        "turbokv", "turbokv==0.1.0",
+        note="Layer 0 is exact, and all tokens of the others are quantised anew whenever 128 exact "
+        f"ones have come together.{NO_WINDOWS}",
+        **{"TurboQuantCache, 4 bits": called(
+            "turboquant:TurboQuantCache", "config", nbits=4, device="cpu")},
+    ),
+    "turboquant_cache": peer(
+        "turboquant", "turboquant==0.2.0",
+        "numpy.trapz, which NumPy 2.4 no longer has, is put in its place",
+        "Decompressed K and V are held beside the codes, so it holds more than no compression.",
+        **{"TurboQuantCache, 4 bits": turboquant},
+    ),
+    "turboquant_torch": peer(
+        "turboquant-torch", "turboquant-torch==0.4.0",
+        "its own cache codes all tokens anew at each compress_all(), called by hand: here its "
+        "codec takes each token once, when it comes",
+        DENSE + CODED, **{"TurboQuantKVCache, 4 bits": turboquant_torch},
+    ),
+    "turboquantdc": peer(
+        "turboquantdc", "turboquantdc==0.2.0",
+        **{"TurboQuantCache, 4 bits": called(
+            "turboquantdc.hf_integration:TurboQuantCache", bits=4)},
+    ),
+}  # fmt: skip
 
 
 def points() -> dict[str, EntryPoint | Contender]:

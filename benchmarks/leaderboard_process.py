@@ -159,16 +159,6 @@ def steps(lanes: list[Lane], work: Work, context: int) -> None:
         lane.row.setdefault("steps", []).append(row)
 
 
-def measured(lanes: list[Lane], work: Work) -> None:
-    """Take all lanes through all of the work."""
-    with torch.no_grad():
-        warm(lanes, work)
-        quality(lanes, work)
-        prompts(lanes, work)
-        for context in work.contexts:
-            steps(lanes, work, context)
-
-
 def carried_out(names: list[str], models: list[str], **order: Any) -> dict[str, Any]:
     """Measure contenders on models; return version, rows and failures of each."""
     torch.set_num_threads(1)
@@ -185,11 +175,14 @@ def carried_out(names: list[str], models: list[str], **order: Any) -> dict[str, 
             for who, one in contenders.items()
             for cache, make in one.caches.items()
         ]
-        measured(lanes, Work(model, runner.twin(model), ids[0], **sizes))
+        work = Work(model, runner.twin(model), ids[0], **sizes)
+        with torch.no_grad():
+            for part in (warm, quality, prompts):
+                part(lanes, work)
+            for context in work.contexts:
+                steps(lanes, work, context)
         for lane in lanes:
             head = {"model": name, "cache": lane.name}
-            if lane.failed:
-                found[lane.contender]["failed"].append(head | {"reason": lane.failed})
-            else:
-                found[lane.contender]["rows"].append(head | lane.row)
+            kind, more = ("failed", {"reason": lane.failed}) if lane.failed else ("rows", lane.row)
+            found[lane.contender][kind].append(head | more)
     return found

@@ -31,14 +31,12 @@ HEADS, QUERIES, DIM, LAYERS = 8, 32, 128, 3
 
 def seconds(call: Callable[[int], object]) -> float:
     """Return the seconds on the CPU that a call takes for a layer."""
-    start = time.process_time()
-    for layer in range(LAYERS):
-        call(layer)
-    return (time.process_time() - start) / LAYERS
+    layers = (partial(call, layer) for layer in range(LAYERS))
+    return runner.turn_of(*layers, clock=time.process_time)()
 
 
 def measure(specs: list[str], tokens: int) -> dict[str, float]:
-    """Return the milliseconds of each kind of work, in this process."""
+    """Return the seconds of each kind of work, in this process."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 1, HEADS, tokens, DIM, generator=draw)
@@ -56,17 +54,14 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
         for what, new, rounds in (("step", 1, 12), ("chunk of 64", 64, 3)):
             times = [seconds(lambda layer, new=new: attend(layer, new)) for _ in range(rounds)]
             found[f"{spec}, {what}"] = median(times)
-    return {name: 1e3 * value for name, value in found.items()}
+    return found
 
 
 def main() -> None:
-    """Measure and print."""
     if children.answer(measure):
         return
-    levels = ["avx512vbmi", "avx512", "avx2"]
-    options = runner.arguments(
-        __doc__, "libraries", libraries=[Path], levels=levels, specs=SPECS, tokens=8192, rounds=5
-    )
+    given = {"levels": ["avx512vbmi", "avx512", "avx2"], "specs": SPECS, "libraries": [Path]}
+    options = runner.arguments(__doc__, "libraries", **given, tokens=8192, rounds=5)
     builds = {"installed": {}}
     for each in options.libraries:
         builds[str(each)] = {"KVPACT_NATIVE": str(each.resolve(strict=True))}
@@ -86,9 +81,7 @@ def main() -> None:
             for row in part:
                 row["over installed"] = runner.ratios(times[row["what"]], times["installed"])[1]
             rows += part
-            cells.append(
-                [what, *(f"{r['ms'] / 1e3:.2f} ({r['over installed']:.2f})" for r in part)]
-            )
+            cells.append([what, *(f"{r['ms']:.2f} ({r['over installed']:.2f})" for r in part)])
         body += [f"KVPACT_SIMD={level}, ms:", "", runner.table(["", *builds], cells), ""]
     runner.report(options, "libraries", rows, body, ("tokens", "rounds"))
 

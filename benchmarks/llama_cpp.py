@@ -6,7 +6,6 @@ BUILD is a build of llama.cpp, which need know nothing of kvpact. Tokens are
 16 after each depth, prompts 512 tokens after those of --prompts: medians of llama-bench.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvpact.integrations.llama_cpp.programs import pair, programs
 from kvpact.integrations.models import SMOLLM2
 
 
-def timed(bench: Path, model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def timed(bench: Path, model: Path, options: runner.Options) -> list[dict[str, Any]]:
     """Return the times of tokens and prompts, with kvpact and without."""
     works = [("token", depth, ["-p", 0, "-n", 16]) for depth in options.depths]
     works += [("prompt", depth, ["-p", 512, "-n", 0]) for depth in options.prompts]
@@ -33,7 +32,6 @@ def timed(bench: Path, model: Path, options: argparse.Namespace) -> list[dict[st
 
 
 def main() -> None:
-    """Measure, print and write."""
     options = runner.arguments(
         __doc__, "build", build=Path, model=[Path], cache=["q8_0", "q4_0", "f16"], threads=[1, 2],
         depths=[0, 2048, 6144], prompts=[2048, 4096], rounds=3, out=runner.BENCH,

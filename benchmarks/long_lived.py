@@ -47,12 +47,6 @@ class World:
         fixed = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": new}
         return self.model.generate(ids, max_new_tokens=new, **fixed, **given)
 
-    def filled(self, tokens: int, **options: Any) -> CompressedCache:
-        """Return a cache of a prompt and a step."""
-        cache = CompressedCache(self.model, self.spec, **options)
-        self.generate(self.ids[:, :tokens], 2, **named(cache))
-        return cache
-
     def over(self) -> float:
         """Return what is resident beyond the start."""
         return (children.resident() - self.start) / MIB
@@ -114,12 +108,13 @@ def snapshot(world: World) -> Sizes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache.kvpact"
         for tokens in (200, 4000):
-            cache = world.filled(tokens)
-            for name, work in (
-                ("made", lambda cache: cache.snapshot().save(path)),
-                ("restored", lambda cache: cache.restore(Snapshot.open(path))),
-                ("loaded, restored", lambda cache: cache.restore(Snapshot.load(path))),
-            ):
+            cache = CompressedCache(world.model, world.spec)
+            world.generate(world.ids[:, :tokens], 2, **named(cache))
+            for name, work in {
+                "made": lambda cache: cache.snapshot().save(path),
+                "restored": lambda cache: cache.restore(Snapshot.open(path)),
+                "loaded, restored": lambda cache: cache.restore(Snapshot.load(path)),
+            }.items():
                 found[f"{name}, copies"] = world.copies(partial(work, cache), cache)
     return world.sizes(cache.nbytes) | found
 
@@ -157,8 +152,7 @@ def budget(world: World) -> Sizes:
     """4,000 tokens in chunks of 64 within 24 MB, on one thread."""
     torch.set_num_threads(1)  # two wait for each other at every operation of so few tokens
     cache = CompressedCache(world.model, budget="24MB")
-    given = {"prefill_chunk_size": 64, **named(cache)}
-    world.generate(world.ids[:, :4000], 16, **given)
+    world.generate(world.ids[:, :4000], 16, prefill_chunk_size=64, **named(cache))
     return world.sizes(cache.nbytes)
 
 
@@ -177,8 +171,7 @@ def pages(world: World) -> Sizes:
 def batch(world: World) -> Sizes:
     """8 rows of 1,000 tokens."""
     cache = CompressedCache(world.model, world.spec)
-    rows = world.ids[0, :8000].view(8, 1000)
-    world.generate(rows, 16, **named(cache))
+    world.generate(world.ids[0, :8000].view(8, 1000), 16, **named(cache))
     return world.sizes(cache.nbytes)
 
 
@@ -189,23 +182,12 @@ def beams(world: World) -> Sizes:
     return world.sizes(cache.nbytes)
 
 
-SCENARIOS: dict[str, Callable[..., Sizes]] = {
-    each.__name__: each
-    for each in (
-        *(chat, server, together, evaluation, snapshot),
-        *(saved, prefix, budget, pages, batch, beams),
-    )
-}
-
-
-def carried_out(name: str, model: str, spec: str, *given: str) -> Sizes:
-    """Carry out a scenario in this process."""
-    return SCENARIOS[name](World(model, spec), *given)
+DONE = (chat, server, together, evaluation, snapshot, saved, prefix, budget, pages, batch, beams)
+SCENARIOS: dict[str, Callable[..., Sizes]] = {each.__name__: each for each in DONE}
 
 
 def main() -> None:
-    """Run scenarios, print and write."""
-    if children.answer(carried_out):
+    if children.answer(lambda name, *given: SCENARIOS[name](World(*given[:2]), *given[2:])):
         return
     given = {"model": "smollm2", "spec": "trellis:bits=4", "only": SCENARIOS, "runs": 3}
     options = runner.arguments(__doc__, **given)

@@ -62,7 +62,6 @@ def one_sequence(spec: str, layout: str, kvq: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(
         __doc__, tokens=4096, rounds=9, threads=1, batches=[1, 8, 32], length=[256, 1024],
         specs=SPECS,

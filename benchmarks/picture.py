@@ -16,9 +16,8 @@ from matplotlib import rc_context
 
 from kvpact.evaluate.canvas import new_figure, plain_axes
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "leaderboard"
-OUT = HERE.parent / "docs" / "_static"
+ROOT = Path(__file__).parents[1]
+RESULTS, OUT = ROOT / "benchmarks" / "results" / "leaderboard", ROOT / "docs" / "_static"
 
 INKS = {
     "light": dict(ink="#1b1f24", muted="#5c6570", grid="#e1e5ea", own="#0060a8", peer="#b3541e"),
@@ -79,22 +78,16 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
             text, offset, across_at, down_at = LABELS[name]
             place = {"xytext": offset, "textcoords": "offset points", "fontsize": 13}
             axes.annotate(text, (x, y), color=colour, ha=across_at, va=down_at, **place)
-    better(axes, inks["muted"])
+    arrow = {"arrowstyle": "->", "color": inks["muted"], "lw": 1.6}
+    place = {"xycoords": "axes fraction", "xytext": (0.1, 0.2), "color": inks["muted"]}
+    axes.annotate("lower left is better", (0.02, 0.04), arrowprops=arrow, fontsize=13, **place)
     figure.tight_layout()
     about = {"Date": None, "Creator": "benchmarks/picture.py", "Description": json.dumps(shown)}
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpact"}):
         figure.savefig(path, transparent=True, metadata=about)
 
 
-def better(axes: Any, colour: str) -> None:
-    """Say where the good ones are, with an arrow into that corner."""
-    arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
-    place = {"xycoords": "axes fraction", "xytext": (0.1, 0.2), "fontsize": 13, "color": colour}
-    axes.annotate("lower left is better", (0.02, 0.04), arrowprops=arrow, **place)
-
-
 def main() -> None:
-    """Draw both."""
     options = runner.arguments(__doc__, model="smollm2", results=RESULTS, out=OUT)
     rows = [row for row in rows_of(load(options.results)) if row.model == options.model]
     if not rows:

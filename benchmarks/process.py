@@ -10,7 +10,6 @@ system before it is read. Medians of the runs, which take turns. With --peers th
 leaderboard's other packages, which are installed into folders of their own, stand beside.
 """
 
-import argparse
 import itertools
 import sys
 from functools import partial
@@ -21,6 +20,10 @@ import runner
 import torch
 from leaderboard_bytes import held_bytes
 from leaderboard_contenders import contender, installed, points
+from transformers import DynamicCache
+
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.versions import named
 
 EXACT, MIB = "DynamicCache", 1 << 20
 SPECS = ["trellis:bits=4", "turboquant:bits=4", "int:bits=8", "none"]
@@ -30,14 +33,10 @@ SIZES = ("cache", "peak", "after")
 def made(spec: str, model: Any) -> Any:
     """Return an empty cache: of a spec of kvpact's, or the cache NAME of a PEER as "PEER: NAME"."""
     if spec == EXACT:
-        from transformers import DynamicCache
-
         return DynamicCache(config=model.config)
     peer, other, name = spec.partition(": ")
     if other:
         return contender(peer).caches[name](model)
-    from kvpact.integrations.transformers import CompressedCache
-
     return CompressedCache(model, spec)
 
 
@@ -45,8 +44,6 @@ def measure(
     model: str, dtype: str, threads: int, tokens: int, chunk: int, spec: str, steps: int
 ) -> dict[str, int]:
     """Return bytes: of the cache, and at the peak and afterwards of the process over the start."""
-    from kvpact.integrations.transformers.versions import named
-
     torch.set_num_threads(threads)
     network, ids = runner.book(model, tokens, dtype=getattr(torch, dtype))
     greedy = {"do_sample": False, "pad_token_id": 0}
@@ -75,7 +72,7 @@ def run(case: runner.Row) -> dict[str, int]:
         return {}
 
 
-def rows_of(options: argparse.Namespace, work: runner.Row) -> list[runner.Row]:
+def rows_of(options: runner.Options, work: runner.Row) -> list[runner.Row]:
     """Return a row of each cache on one piece of work; the caches take turns."""
     peers = [name for name in points() if name != "own"] if options.peers else []
     specs = [EXACT, *options.specs]
@@ -91,7 +88,6 @@ def rows_of(options: argparse.Namespace, work: runner.Row) -> list[runner.Row]:
 
 
 def main() -> None:
-    """Measure, print and write; write after each piece of work, too."""
     if children.answer(measure):
         return
     options = runner.arguments(

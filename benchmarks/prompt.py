@@ -15,7 +15,7 @@ from typing import Any
 
 import runner
 import torch
-from attend_ours import SHAPES
+from attend_calls import SHAPES
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpact import CacheGeometry, create_cache
@@ -66,7 +66,6 @@ def cells(row: runner.Row) -> list[object]:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=[512, 2048, 4096, 8192], past=[4096, 8192, 16384, 32768],
         chunks=[256, 512], shapes=SHAPES, spec="turboquant:bits=4", threads=[1, 2], rounds=9,

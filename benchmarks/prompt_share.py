@@ -31,7 +31,6 @@ def turn(model: Any, ids: torch.Tensor, spec: str) -> tuple[float, float, float]
 
 @torch.no_grad()
 def main() -> None:
-    """Measure, print, and write DIR/prompt_share.json and DIR/prompt_share.md."""
     specs = ["trellis:bits=4", "turboquant:bits=4"]
     options = runner.arguments(
         __doc__, model="smollm2", spec=specs, tokens=2048, threads=[1, 2], rounds=7

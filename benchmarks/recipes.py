@@ -40,9 +40,8 @@ def rows_of(
         rows = iter(result.rows[1:])
         for name, one in plans.items():
             for source in (one.recipe, one.uniform):
-                made = text == TEXTS[0]
-                row = measured_row(one, next(rows), text, source, made_of_it=made)
-                tables[name].append(row)
+                given = one, next(rows), text, source
+                tables[name].append(measured_row(*given, made_of_it=text == TEXTS[0]))
     return tables
 
 
@@ -52,7 +51,8 @@ def write(model: str, tokens: int, folder: Path) -> None:
     ids = {text: first_tokens(tokenizer, text_of(text), tokens) for text in TEXTS}
     plans = plans_of(network, ids[TEXTS[0]])
     made = f"Measured by: python benchmarks/recipes.py --model {model}"
-    head = f"{MODELS.get(model, model)}: exact at first; what goes first within a budget.", made
+    full_name = MODELS.get(model, model)
+    head = f"{full_name}: exact at first; what goes first within a budget.", made
     ladder = ladder_text(next(iter(plans.values())), head, model, TEXTS[0])
     (folder / f"{Path(model).name}-budget.toml").write_text(ladder, "utf-8")
     sources = [source for one in plans.values() for source in (one.recipe, one.uniform)]
@@ -60,10 +60,9 @@ def write(model: str, tokens: int, folder: Path) -> None:
     tables = rows_of(plans, results)
     for name, one in plans.items():
         percent, context = 100 * one.recipe_bytes / one.sizes.exact, one.sizes.context
-        full_name = MODELS.get(model, model)
         head = (
             f"{full_name}: {percent:.1f} % of the 16-bit cache at {context:,} tokens.",
-            f"Made and measured by: python benchmarks/recipes.py --model {model}",
+            f"Made and m{made[1:]}",
         )
         about = {"model": model, "tokens": tokens, "context": context}
         text = recipe_text(one.recipe, one.num_layers, head, {**about, "rows": tables[name]})
@@ -72,7 +71,6 @@ def write(model: str, tokens: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Run it."""
     options = runner.arguments(__doc__, model=[*MODELS], tokens=2048, threads=2, out=FOLDER)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)

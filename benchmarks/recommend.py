@@ -64,25 +64,17 @@ def compare(model: str, text: str, tokens: int, specs: Sequence[str]) -> list[di
     return rows
 
 
-def calibrated(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the ratio to the measured KL after calibration by the other one of the pair."""
-    if row["measured"] == other["measured"]:
-        return "-"  # the recipe is the spec itself
-    level = other["measured"] / other["predicted"]
-    return f"{row['predicted'] * level / row['measured']:.2f}"
-
-
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return both tables in Markdown."""
-    first = [
-        [row["model"], row["text"], row["spec"] if row["recipe"] else f"`{row['spec']}`"]
-        + [f"{100 * row['share']:.1f}"]
-        + [kl_text(row[name]) for name in ("predicted", "measured", "measured_se")]
-        + [f"{row['predicted'] / row['measured']:.2f}"]
-        + [calibrated(row, rows[place - 1 if place % 2 else place + 1])]
-        for place, row in enumerate(rows)
-    ]
-    second = []
+    first, second = [], []
+    for place, row in enumerate(rows):
+        other = rows[place - 1 if place % 2 else place + 1]  # the level is calibrated by this one
+        kls = [row[name] for name in ("predicted", "measured", "measured_se")]
+        ratio, level = row["predicted"] / row["measured"], other["measured"] / other["predicted"]
+        alike = row["measured"] == other["measured"]  # the recipe is the spec itself
+        spec = row["spec"] if row["recipe"] else f"`{row['spec']}`"
+        cells = [row["model"], row["text"], spec, f"{100 * row['share']:.1f}", *map(kl_text, kls)]
+        first.append([*cells, f"{ratio:.2f}", "-" if alike else f"{ratio * level:.2f}"])
     for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):
         worse = recipe["difference"] > recipe["difference_se"]
         more = recipe["predicted"] - uniform["predicted"]
@@ -93,7 +85,6 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run it."""
     options = runner.arguments(
         __doc__, model=["smollm2", "gemma3"], text=["novel", "topics"], tokens=2048, threads=2,
         out=Path("build/recommend"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import runner
 import torch
-from attend_ours import copies, past
+from attend_calls import views_of
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels import AttendCall
@@ -32,11 +32,8 @@ def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[An
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     if rope:
         geometry = CacheGeometry.mla(1, dim, rope, torch.float32)
-    caches = [runner.filled(create_cache(spec, geometry, backend=kernel), tokens, 1024)]
-    for _ in range(copies(caches[0].memory_usage(), ring) - 1):
-        caches.append(caches[0].fork())
-        caches[-1].select(torch.tensor([0]))
-    return [past(cache.entry(0)) for cache in caches]
+    cache = create_cache(spec, geometry, backend=kernel)
+    return views_of(runner.filled(cache, tokens, 1024), ring)
 
 
 def forced(rows: int, call: runner.Call) -> runner.Call:
@@ -94,7 +91,6 @@ def tables(rows: list[runner.Row]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write the report."""
     options = runner.arguments(
         __doc__, tokens=[4096], queries=[1, 2, 4, 8, 12, 16, 17, 32, 64, 128, 512], shapes=SHAPES,
         specs=["turboquant:bits=4", "int:bits=8"], threads=[1, 2], rounds=9, ring=48,

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +16,7 @@ from machine import about, head
 
 Row = dict[str, Any]
 Call = Callable[[], object]
+Options = argparse.Namespace
 Turn = Callable[[], float]
 T = TypeVar("T")
 
@@ -39,9 +39,8 @@ def arguments(doc: str, *places: str, **defaults: Any) -> argparse.Namespace:
     A list takes several values, a dictionary any of its keys and all if nothing is said; a class
     stands for no default. What is known of the machine comes along as `about`.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
     for name, default in {"out": Path, "json": False, **defaults}.items():
         given: dict[str, Any] = {"help": HELP.get(name), "default": default}
         if isinstance(default, dict):
@@ -210,27 +209,24 @@ def forward(model: Any, ids: torch.Tensor, cache: Any) -> None:
     model(ids, **named(cache), logits_to_keep=1)
 
 
-def filled(cache: Any, tokens: int, piece: int = 2048, batch: int = 1) -> Any:
+def filled(cache: Any, tokens: int, piece: int = 2048, batch: int = 1, device: str = "cpu") -> Any:
     """Store random tokens in the first layer of a cache, in pieces; return the cache."""
     from kvpact.testing.data import by_name
 
-    geometry, draw = cache.geometry, torch.Generator().manual_seed(tokens)
+    geometry, draw = cache.geometry, torch.Generator(device).manual_seed(tokens)
+    given = {"generator": draw, "device": device, "dtype": geometry.dtype}
     dims = geometry.head_dim, geometry.value_dim
     for start in range(0, tokens, piece):
         shape = (batch, geometry.num_kv_heads, min(piece, tokens - start))
-        cache.store(0, **by_name(*(torch.randn(*shape, dim, generator=draw) for dim in dims)))
+        cache.store(0, **by_name(*(torch.randn(*shape, dim, **given) for dim in dims)))
     return cache
 
 
 def native_level() -> str:
-    """Return the instruction set of the native kernels; end where there are none."""
-    from kvpact.errors import BackendUnavailable
+    """Return the instruction set of the native kernels; raise where there are none."""
     from kvpact.kernels.cpu import library
 
-    try:
-        return library().level
-    except BackendUnavailable as error:
-        raise SystemExit(f"no native kernels to measure: {error}") from None
+    return library().level
 
 
 @contextmanager
@@ -240,7 +236,6 @@ def watched(owner: Any, names: Iterable[str]) -> Iterator[dict[str, float]]:
     seconds = dict.fromkeys(real, 0.0)
 
     def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        @wraps(call)
         def run(*args: object, **options: object) -> object:
             begin = time.perf_counter()
             try:
@@ -260,12 +255,9 @@ def watched(owner: Any, names: Iterable[str]) -> Iterator[dict[str, float]]:
 
 
 def compare(
-    options: argparse.Namespace,
-    name: str,
-    calls: Mapping[str, Call],
-    base: str,
+    options: argparse.Namespace, name: str, calls: Mapping[str, Call], base: str,
     told: Sequence[str],
-) -> None:
+) -> None:  # fmt: skip
     """Measure calls in turns beside one of them, and report on them."""
     times = in_turns({each: turn_of(call) for each, call in calls.items()}, options.rounds, warm=2)
     rows = compared(times, base)

@@ -30,22 +30,16 @@ from kvpact.stores import open_store
 OPTIONS = {"timeout": 30.0}
 
 
-def blob_of(index: int, size: int) -> bytes:
-    """Return the same bytes for the same entry."""
-    return random.Random(index).randbytes(size)
-
-
 def timed(operation: str, url: str, size: int, entries: int) -> list[float]:
     """Put or get every entry; return seconds of each."""
     seconds = []
     with open_store(url, **({} if url.startswith("/") else OPTIONS)) as store:
         for index in range(entries):
-            blob = blob_of(index, size)
-            begin = time.perf_counter()
-            found = store.put(f"k{index}", blob) if operation == "put" else store.get(f"k{index}")
-            seconds.append(time.perf_counter() - begin)
-            if operation == "get":
-                assert found == blob, "another entry came back"
+            name, blob, found = f"k{index}", random.Random(index).randbytes(size), []
+            get = partial(store.get, name)
+            call = partial(store.put, name, blob) if operation == "put" else get
+            seconds.append(runner.turn_of(lambda call=call, found=found: found.append(call()))())
+            assert operation == "put" or found == [blob], "another entry came back"
     return seconds
 
 
@@ -110,16 +104,14 @@ def place(kind: str, room: int) -> Iterator[str | None]:
         elif kind == "redis":
             binary = shutil.which("redis-server")
             if binary is None or importlib.util.find_spec("redis") is None:
-                yield None
-                return
+                return (yield None)
             options = ["--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
             stack.enter_context(server([binary, "--port", str(port), *options], port))
             yield f"redis://127.0.0.1:{port}"
         else:
             binary = shutil.which("mooncake_master", path=Path(sys.executable).parent)
             if binary is None:
-                yield None
-                return
+                return (yield None)
             options = [f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
             options += [f"--metrics_port={admin}", "--metrics_host=127.0.0.1"]
             stack.enter_context(server([binary, *options], port, admin))
@@ -140,7 +132,6 @@ def both(kind: str, room: int, size: int, entries: int) -> dict[str, list[float]
 
 
 def main() -> None:
-    """Measure and print a table."""
     if children.answer(timed):
         return
     options = runner.arguments(__doc__, size=4.0, entries=24, rounds=5)

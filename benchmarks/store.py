@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import runner
 import torch
@@ -20,7 +20,6 @@ import torch
 from kvpact import CacheGeometry, ContiguousCache, PrefixCache, Snapshot, create_cache
 from kvpact.stores import DirectoryStore, MemoryStore, Store
 
-T = TypeVar("T")
 GEOMETRY = CacheGeometry(30, 3, 64, dtype=torch.float32)
 SPECS = ("none", "int:bits=8", "turboquant:bits=4", "kivi:bits=2")
 
@@ -36,9 +35,9 @@ def filled(spec: str, geometry: CacheGeometry, tokens: int) -> ContiguousCache:
     return cache
 
 
-def timed(call: Callable[[], T]) -> tuple[float, T]:
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     """Return seconds and the result."""
-    found: list[T] = []
+    found = []
     return runner.turn_of(lambda: found.append(call()))(), found[0]
 
 
@@ -54,8 +53,8 @@ def store_times(store: Store, cache: ContiguousCache, ids: list[int]) -> tuple[f
 
 def file_times(path: Path, cache: ContiguousCache) -> tuple[float, float, int]:
     """Save a snapshot to a file, load it and restore a cache from it; seconds and bytes."""
-    save, _ = timed(lambda: cache.snapshot().save(path))
     empty = create_cache(cache.specs[0], cache.geometry)
+    save, _ = timed(lambda: cache.snapshot().save(path))
     load, _ = timed(lambda: empty.restore(Snapshot.load(path)))
     assert empty.seq_len(0) == cache.seq_len(0), "nothing was loaded"
     return save, load, path.stat().st_size
@@ -101,7 +100,6 @@ def measure(cache: ContiguousCache, rounds: int, folder: Path) -> dict[str, dict
 
 
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(__doc__, tokens=3000, rounds=5)
     torch.set_num_threads(1)
     fp16 = 4 * GEOMETRY.num_layers * GEOMETRY.num_kv_heads * GEOMETRY.head_dim * options.tokens

@@ -21,7 +21,6 @@ MORE = 384
 
 @torch.no_grad()
 def main() -> None:
-    """Measure and print a table."""
     options = runner.arguments(__doc__, model="gemma3", tokens=2048, spec="int:bits=8")
     torch.set_num_threads(1)
     model, ids = runner.book(options.model, options.tokens + MORE)

@@ -25,6 +25,7 @@ from itertools import count, pairwise
 from statistics import median
 
 import runner
+import torch
 
 from kvpact.integrations.vllm import CALIBRATION, SETTING
 
@@ -46,9 +47,8 @@ def engine(settings, options, threads, clock="wall"):
     }
     env |= settings
     command = [sys.executable, __file__, "--clock", clock, "--child", json.dumps(options)]
-    return subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, **pipes)
 
 
 def ask(process, **what):
@@ -102,7 +102,6 @@ def child(options, clock):
 
 
 def little_model():
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -117,8 +116,6 @@ def little_model():
 
 
 def prompts_of(batch, tokens, seed):
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 1000, (batch, tokens), generator=generator).tolist()
 
@@ -153,10 +150,8 @@ def main():
     for spec in args.spec:
         learns = {CALIBRATION: args.calibration} if "trellis" in spec and args.calibration else {}
         kinds[spec] = {SETTING: spec, **learns}, {}
-    engines = [
-        engine(settings, options | more, args.threads, args.clock)
-        for settings, more in kinds.values()
-    ]
+    how = args.threads, args.clock
+    engines = [engine(settings, options | more, *how) for settings, more in kinds.values()]
     own, *others = kinds
     columns = ["", f"{own} ms"]
     columns += [x for name in others for x in (f"{name} ms", "times as long (quartiles)")]

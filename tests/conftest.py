@@ -14,14 +14,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from mooncake_cluster import start_master
+from mooncake_cluster import master, start_master
 from redis_server import start_server
 from tiny_llama import ascii_tokenizer, tiny_llama
 
 from kvpact.data import book_path
 from kvpact.stores import MemoryStore
 
-__all__ = ["start_master", "start_server"]  # fixtures of stores and of the command line
+__all__ = ["master", "start_master", "start_server"]  # fixtures of stores and of the command line
 
 
 @pytest.fixture

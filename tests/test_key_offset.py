@@ -103,20 +103,14 @@ GOOD = {"frequencies": [1.0, 0.5], "channels": [[0, 2], [1, 3]], "bias": [[[1.0,
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    ({"frequencies": []}, GeometryError),
-    ({"frequencies": [1.0]}, GeometryError),
-    ({"frequencies": [1.0, math.nan]}, NonFiniteError),
-    ({"frequencies": "fast"}, DtypeError),
+    ({"frequencies": []}, GeometryError), ({"frequencies": [1.0]}, GeometryError),
+    ({"frequencies": [1.0, math.nan]}, NonFiniteError), ({"frequencies": "fast"}, DtypeError),
     ({"channels": [[0, 2], [1, 2]]}, GeometryError),
     ({"channels": [[0, 2], [1, -3]]}, GeometryError),
-    ({"channels": [[0.0, 2.0], [1.0, 3.0]]}, DtypeError),
-    ({"channels": [0, 2]}, GeometryError),
-    ({"bias": [[1.0, 2.0]]}, GeometryError),
-    ({"bias": [[[1.0, math.inf]] * 2]}, NonFiniteError),
-    ({"bias": [[[1.0, 2.0]]]}, GeometryError),
-    ({"scaling": math.inf}, NonFiniteError),
-    ({"scaling": [1.0]}, GeometryError),
-    ({"dtype": torch.float64}, DtypeError),
+    ({"channels": [[0.0, 2.0], [1.0, 3.0]]}, DtypeError), ({"channels": [0, 2]}, GeometryError),
+    ({"bias": [[1.0, 2.0]]}, GeometryError), ({"bias": [[[1.0, math.inf]] * 2]}, NonFiniteError),
+    ({"bias": [[[1.0, 2.0]]]}, GeometryError), ({"scaling": math.inf}, NonFiniteError),
+    ({"scaling": [1.0]}, GeometryError), ({"dtype": torch.float64}, DtypeError),
 ], ids=str)  # fmt: skip
 def test_wrong_numbers_are_refused_by_name(change, error):
     KeyOffset(**GOOD)

@@ -106,9 +106,8 @@ def test_a_ladder_has_two_numbers_for_each_layer(ladder):
         kvpact.create_cache({"default": "none", "ladder": ladder}, geometry, budget="1MB")
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_recipes_are_refused(name):
-    source, message = BAD[name]
+@pytest.mark.parametrize(("source", "message"), BAD.values(), ids=BAD)
+def test_bad_recipes_are_refused(source, message):
     with pytest.raises(SpecError) as caught:
         kvpact.create_cache(source, kvpact.CacheGeometry(5, 1, 64))
     assert message in str(caught.value)

@@ -117,7 +117,7 @@ def attention(run, folder, *more):
 def test_attention(run, module, tmp_path):
     printed = attention(run, tmp_path, "--tokens", 32, 96)
     written = json.loads((tmp_path / "attend.json").read_text("utf-8"))
-    ours = module("attend_ours")
+    ours = module("attend_calls")
     found = {(row["tokens"], row["candidate"]): row for row in written["rows"]}
     for tokens in (32, 96):
         for name in ours.OURS:

@@ -161,7 +161,9 @@ def pages_are_held_once(cache):
     return counts == cache.pool.references and free == counts.count(0)
 
 
-PAGED_OPERATIONS = {
+@finely
+@pytest.mark.parametrize("fault", ["interrupt", "memory"])
+@pytest.mark.parametrize(("name", "operation"), {
     "append": lambda cache, seqs: cache.append(0, {s: one(40, 9 + s) for s in seqs}),
     "attend": lambda cache, seqs: cache.view(seqs).attend(0, **by_name(*tokens(3, 4, batch=2))),
     "truncate": lambda cache, seqs: cache.truncate(seqs[1], 20),
@@ -169,14 +171,9 @@ PAGED_OPERATIONS = {
     "select": lambda cache, seqs: cache.view(seqs).select(torch.tensor([1, 1])),
     "restore": lambda cache, seqs: cache.restore(cache.snapshot(seqs[0]), seq=seqs[1]),
     "free": lambda cache, seqs: cache.free(seqs[1]),
-}
-
-
-@finely
-@pytest.mark.parametrize("fault", ["interrupt", "memory"])
-@pytest.mark.parametrize("name", PAGED_OPERATIONS)
-def test_every_fault_leaves_all_sequences_as_before_or_as_after(name, fault, finer):
-    spec, operation = "int:bits=4,sinks=2,window=8", PAGED_OPERATIONS[name]
+}.items())  # fmt: skip
+def test_every_fault_leaves_all_sequences_as_before_or_as_after(name, operation, fault, finer):
+    spec = "int:bits=4,sinks=2,window=8"
     cache, seqs = paged(spec)
     before = states(cache, seqs)
     operation(cache, seqs)

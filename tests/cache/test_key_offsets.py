@@ -38,20 +38,12 @@ class TestPaged(_Offsets, PagedCacheContract):
 
 def pair(spec, **options):
     """A cache with the offset and one without, which are to hold the same keys but for it."""
-    made = (
-        kvpact.create_cache(spec, GEOMETRY, key_offsets=o, **options) for o in ({0: OFFSET}, None)
-    )
-    return tuple(made)
+    both = ({0: OFFSET}, None)
+    return tuple(kvpact.create_cache(spec, GEOMETRY, key_offsets=o, **options) for o in both)
 
 
 def with_offset(k, start=0, origin=None):
     return RowOffset(OFFSET, origin).put_back(k.clone(), start)
-
-
-def error(shown, k):
-    """Error of keys that are shown, as a share of what is encoded."""
-    bare = k - with_offset(torch.zeros_like(k))
-    return float((shown - k).norm() / bare.norm())
 
 
 def close(cache, plain, origin=None):
@@ -65,14 +57,9 @@ def close(cache, plain, origin=None):
 def test_rows_count_positions_from_their_first_token_or_from_where_it_is_said():
     k, v, _ = kvq(200, batch=3, seed=5)
     padding = torch.tensor([0, 4, 9])
-    cases = (
-        (None, (0, 4, 9)),
-        (torch.tensor([0, 0, 0]), (0, 0, 0)),
-        (torch.tensor([-3, 1, 9]), (-3, 1, 9)),
-    )
-    for given, origin in cases:
+    for given, origin in ((None, (0, 4, 9)), ([0, 0, 0], (0, 0, 0)), ([-3, 1, 9], (-3, 1, 9))):
         cache, plain = pair(SPECS[0])
-        config = AttendConfig(padding=padding, origin=given)
+        config = AttendConfig(padding=padding, origin=given and torch.tensor(given))
         cache.prefill(0, with_offset(k, 0, origin), v, None, config)
         plain.prefill(0, k, v, None, AttendConfig(padding=padding))
         close(cache, plain, origin)
@@ -109,10 +96,8 @@ def test_pages_hold_the_same_bytes():
     cache = pair(SPECS[0])[0]
     paged = kvpact.create_cache(SPECS[0], GEOMETRY, "paged", num_pages=20, key_offsets={0: OFFSET})
     for start, end in ((0, 90), (90, 91), (91, 150)):
-        part = slice(start, end)
-        one, other = (
-            x.attend(0, k=k[:, :, part], v=v[:, :, part], q=q[:, :, part]) for x in (cache, paged)
-        )
+        given = {name: x[:, :, start:end] for name, x in (("k", k), ("v", v), ("q", q))}
+        one, other = (x.attend(0, **given) for x in (cache, paged))
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     a, b = cache.snapshot(), paged.snapshot()
     for name, slots in a.layer(0).streams[0].slots.items():
@@ -143,9 +128,8 @@ def test_snapshots_say_it_and_others_are_refused():
     held = snapshot.layer(0).streams[0].offset
     assert held.digest == OFFSET.digest
     assert snapshot.sizes()["key offsets"] > 0
-    other = kvpact.create_cache(
-        SPECS[0], GEOMETRY, key_offsets={0: random_offset(2, 64, norm=300, seed=9)}
-    )
+    offset = random_offset(2, 64, norm=300, seed=9)
+    other = kvpact.create_cache(SPECS[0], GEOMETRY, key_offsets={0: offset})
     for wrong, of in ((plain, snapshot), (other, snapshot), (cache, plain.snapshot())):
         before = None if wrong.seq_len() == 0 else wrong.snapshot().to_bytes()
         with pytest.raises(MismatchError, match="key_offsets"):
@@ -164,10 +148,9 @@ def test_a_damaged_offset_in_a_snapshot_is_refused():
     state = cache.snapshot().layer(0)
     wrong = replace(state.streams[0], origin=(0, 0))
     with pytest.raises(FormatError, match="origin"):
-        Snapshot.build(
-            [replace(state, streams=(wrong, state.streams[1]))], slots=1, geometry=GEOMETRY,
-            layout="contiguous", page_size=64,
-        )  # fmt: skip
+        states = [replace(state, streams=(wrong, state.streams[1]))]
+        shape = {"geometry": GEOMETRY, "layout": "contiguous", "page_size": 64}
+        Snapshot.build(states, slots=1, **shape)
 
 
 def test_prefixes_are_shared_by_caches_of_the_same_offset_alone():
@@ -202,15 +185,15 @@ def test_published_pages_are_shared():
     other = paged.allocate([*ids, 5])
     assert paged.seq_len(other) == 96
     shown = paged.layer_of(other, 0).dequantize("k")
-    assert error(shown, k) < 0.2
+    bare = k - with_offset(torch.zeros_like(k))
+    assert (shown - k).norm() < 0.2 * bare.norm()  # as a share of what is encoded
 
 
 def test_what_learns_learns_from_keys_without_offset():
     k, v, _ = kvq(256, seed=11)
     spec = "vq:codebook_size=64,dims=2,sinks=0,window=0"
-    cache = kvpact.create_cache(
-        spec, GEOMETRY, key_offsets={0: OFFSET}, calibration={0: (with_offset(k), v)}
-    )
+    known = {0: (with_offset(k), v)}
+    cache = kvpact.create_cache(spec, GEOMETRY, key_offsets={0: OFFSET}, calibration=known)
     plain = kvpact.create_cache(spec, GEOMETRY, calibration={0: (k, v)})
     cache.prefill(0, with_offset(k), v)
     plain.prefill(0, k, v)
@@ -264,17 +247,12 @@ def test_steps_go_on_where_the_table_of_positions_ends():
     k, v, q = kvq(1100, batch=2, seed=13)
     k = with_offset(k, 0, (0, 3))
     config = AttendConfig(padding=torch.tensor([0, 3]))
-    options = {"key_offsets": {0: OFFSET}}
-    caches = [
-        kvpact.create_cache(SPECS[0], GEOMETRY, backend=x, **options) for x in ("auto", "torch")
-    ]
+    caches = [pair(SPECS[0], backend=backend)[0] for backend in ("auto", "torch")]
     for cache in caches:
         cache.prefill(0, k[:, :, :1010], v[:, :, :1010], None, config)
     for t in range(1010, 1100):
-        part = slice(t, t + 1)
-        one, other = (
-            x.attend(0, k=k[:, :, part], v=v[:, :, part], q=q[:, :, part]) for x in caches
-        )
+        given = {name: x[:, :, t : t + 1] for name, x in (("k", k), ("v", v), ("q", q))}
+        one, other = (x.attend(0, **given) for x in caches)
         assert closeness.error(other, one) <= closeness.WHOLE_BOUND
     one, other = (cache.snapshot().layer(0).streams[0].slots for cache in caches)
     assert all(same_bytes(one[name], other[name]) for name in one)

@@ -17,9 +17,8 @@ TOKENS = (1, 71, 95, 96)
 
 def qkv(tokens, seed, batch=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, heads, tokens, 64, generator=generator).to(dtype) for heads in (2, 2, 6)
-    ]
+    shapes = [(batch, heads, tokens, 64) for heads in (2, 2, 6)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def cache_of(spec, layers, **options):
@@ -37,11 +36,8 @@ def test_layers_hold_what_each_would_alone(spec, tokens):
     for step, new in enumerate((tokens, *[1] * 70)):
         for layer, one in enumerate(alone):
             given = qkv(new, 100 * step + layer)
-            output, right = (
-                together.attend(layer, **by_name(*given)),
-                one.attend(0, **by_name(*given)),
-            )
-            assert error(right, output) <= bound_of(spec)
+            output = together.attend(layer, **by_name(*given))
+            assert error(one.attend(0, **by_name(*given)), output) <= bound_of(spec)
     for layer, one in enumerate(alone):
         for side in "kv":
             assert torch.equal(together.dequantize(layer, side), one.dequantize(0, side))
@@ -90,20 +86,16 @@ def test_other_batches_and_dtypes_are_refused_by_the_second_layer_too():
 
 def test_calls_with_other_rules_are_their_own():
     """A window, a mask or padding of the second layer is honoured."""
-    configs = (
-        AttendConfig(sliding_window=5),
-        AttendConfig(mask=torch.ones(1, 1, 20, 20).tril() > 0, is_causal=False),
-        AttendConfig(padding=torch.tensor([3, 0])),
-        AttendConfig(softmax_scale=0.3, softcap=20.0),
-        AttendConfig(exact_new=False),
-    )
-    for config in configs:
+    mask = torch.ones(1, 1, 20, 20).tril() > 0
+    for rules in (
+        {"sliding_window": 5}, {"mask": mask, "is_causal": False}, {"exact_new": False},
+        {"padding": torch.tensor([3, 0])}, {"softmax_scale": 0.3, "softcap": 20.0},
+    ):  # fmt: skip
+        config = AttendConfig(**rules)
         cache, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1)
         cache.attend(0, **by_name(*qkv(20, 0)))
-        outputs = [
-            cache.attend(1, **by_name(*qkv(20, 1)), config=config),
-            alone.attend(0, **by_name(*qkv(20, 1)), config=config),
-        ]
+        given = by_name(*qkv(20, 1))
+        outputs = cache.attend(1, **given, config=config), alone.attend(0, **given, config=config)
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
         assert torch.equal(cache.dequantize(1, "k"), alone.dequantize(0, "k"))
 
@@ -139,6 +131,5 @@ def test_sink_logits_of_another_dtype_are_kept_for_every_layer():
             output = together.attend(layer, **by_name(*given), config=config)
         if step == 3:
             together.entry(0).truncate(5)
-        torch.testing.assert_close(
-            output, alone.attend(0, **by_name(*given), config=config), rtol=0, atol=2e-6
-        )
+        right = alone.attend(0, **by_name(*given), config=config)
+        torch.testing.assert_close(output, right, rtol=0, atol=2e-6)

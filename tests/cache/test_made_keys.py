@@ -40,31 +40,27 @@ def fill(cache, v, sizes):
     return step
 
 
+DRAW = torch.Generator().manual_seed(1)
 CONFIGS = {
     "plain": AttendConfig(),
     "softcap": AttendConfig(softmax_scale=0.3, softcap=4.0),
     "window": AttendConfig(sliding_window=30),
     "sinks": AttendConfig(sink_logits=torch.tensor([0.5, -1.0, 2.0, 0.0])),
-    "mask": AttendConfig(
-        mask=torch.rand(2, 1, 5, 205, generator=torch.Generator().manual_seed(1)) > 0.3,
-        is_causal=False,
-    ),
-    "bias": AttendConfig(
-        mask=torch.randn(1, 4, 5, 205, generator=torch.Generator().manual_seed(2))
-    ),
+    "mask": AttendConfig(mask=torch.rand(2, 1, 5, 205, generator=DRAW) > 0.3, is_causal=False),
+    "bias": AttendConfig(mask=torch.randn(1, 4, 5, 205, generator=DRAW)),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_attention_is_that_over_keys_made_of_what_is_held(spec, name, dtype):
+def test_attention_is_that_over_keys_made_of_what_is_held(spec, config, dtype):
     cache, v, q = empty(spec, dtype), tokens(205, dtype=dtype), tokens(5, 4, dtype)
     fill(cache, v[:, :, :200], [150, 1, 49])
     whole = torch.cat([cache.dequantize(0, "v"), v[:, :, 200:]], 2)
     step = fill(cache, v[:, :, 200:], [5])
-    got = step.attend_made(q, CONFIGS[name], Keys())
-    wanted = attend_exact(Keys().make(whole, 0), whole, q, CONFIGS[name])
+    got = step.attend_made(q, config, Keys())
+    wanted = attend_exact(Keys().make(whole, 0), whole, q, config)
     error = (got.float() - wanted.float()).norm() / wanted.float().norm()
     assert got.dtype is dtype and error <= (1e-5 if dtype is torch.float32 else 0.02)
 

@@ -57,12 +57,10 @@ def test_absorbed_is_expanded(layout):
         c_kv, k_rope, q_nope, q_rope = tokens(count, step)
         latents.append(c_kv)
         ropes.append(k_rope)
-        output = cache.attend(
-            0, k=c_kv, v=k_rope, q=absorb_query(q_nope, q_rope, W_UK), config=CONFIG
-        )
-        wanted = reference(
-            torch.cat(latents, 2), torch.cat(ropes, 2), torch.cat([q_nope, q_rope], -1)
-        )
+        query = absorb_query(q_nope, q_rope, W_UK)
+        output = cache.attend(0, k=c_kv, v=k_rope, q=query, config=CONFIG)
+        held = torch.cat(latents, 2), torch.cat(ropes, 2)
+        wanted = reference(*held, torch.cat([q_nope, q_rope], -1))
         got = expand_output(output, W_UV)
         assert got.shape == (2, HEADS, count, V_DIM)
         assert (got - wanted).norm() < 2e-6 * wanted.norm()
@@ -90,15 +88,13 @@ def test_compressed_is_expanded_of_what_is_stored(spec):
 def test_latents_and_rotated_keys_leave_their_windows_apart(windows, backend):
     """Where one side is packed and the other exact, each meets queries in its own space."""
     spec = "turboquant:bits=4,window={}/turboquant:bits=8,window={}".format(*windows)
-    cache = kvpact.create_cache(
-        spec, kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32), backend=backend
-    )
+    geometry = kvpact.CacheGeometry.mla(1, RANK, ROPE, torch.float32)
+    cache = kvpact.create_cache(spec, geometry, backend=backend)
     cache.store(0, **by_name(*tokens(300, 0)[:2]))
     new = tokens(3, 1)
-    past = [
-        torch.cat([cache.dequantize(0, side), x], 2) for side, x in zip("kv", new, strict=False)
-    ]
-    wanted = reference(past[0], past[1], torch.cat(new[2:], -1))
+    stored = (cache.dequantize(0, side) for side in "kv")
+    past = [torch.cat([x, y], 2) for x, y in zip(stored, new[:2], strict=True)]
+    wanted = reference(*past, torch.cat(new[2:], -1))
     output = cache.attend(0, **by_name(*new[:2]), q=absorb_query(*new[2:], W_UK), config=CONFIG)
     assert (expand_output(output, W_UV) - wanted).norm() < 1e-5 * wanted.norm()
 
@@ -197,8 +193,7 @@ def test_paged_is_contiguous_byte_for_byte(spec):
     for layer in range(2):
         a = compressor.compress_mla_cache(plain, layer).tensors()
         b = compressor.compress_mla_cache(paged, layer, seq).tensors()
-        assert a.keys() == b.keys()
-        assert all(same_bytes(a[name], b[name]) for name in a)
+        assert a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a)
     view.reset()
     assert paged.num_free_pages == paged.num_pages
 
@@ -215,8 +210,7 @@ def test_the_method_of_the_rotated_key():
     assert spec("int:bits=4/int:bits=4") == "int:bits=4/int:bits=4"
     assert spec("int:bits=8") == "int:bits=8/int:bits=8"
     for text in ("none", "int:bits=4", "turboquant:bits=4/fp8", "int:bits=4/int:bits=4"):
-        written = spec(text)
-        assert spec(written) == written
+        assert spec(spec(text)) == spec(text)
     for text, rope in (("int:bits=4/fp8", "fp8"), ("int:bits=4", "fp8/none"),
                        ("fp8/fp8", "fp8")):  # fmt: skip
         with pytest.raises(SpecError, match="more than one method for k_rope"):
@@ -264,8 +258,7 @@ def test_wrong_input_changes_nothing(layout):
     for error, words, (c, r, q, config) in wrong:
         with pytest.raises(error, match=words):
             cache.attend(0, k=c, v=r, q=q, config=config)
-        assert cache.seq_len(0) == 80
-        assert held_bytes(cache) == before
+        assert cache.seq_len(0) == 80 and held_bytes(cache) == before
     with pytest.raises(GeometryError, match="latents have one head"):
         kvpact.CacheGeometry(1, 2, RANK, ROPE, latent=True)
     heads = kvpact.MLACache("none", 1, RANK, ROPE)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.cache import contiguous, paged_view
+from kvpact.cache.batch import contiguous
+from kvpact.cache.paged import view as paged_view
 from kvpact.errors import CacheFull, GeometryError, NonFiniteError, SequenceError
 from kvpact.kernels.cpu import attend
 from kvpact.kernels.cpu import step as native
@@ -60,6 +61,14 @@ def watched(monkeypatch):
     return Watched(monkeypatch)
 
 
+def same_outputs(watched, caches, *given, **options):
+    """Attend in both caches, quickly in the first one alone, and compare."""
+    outputs = []
+    for cache, watched.allowed in zip(caches, (True, False), strict=True):
+        outputs.append(cache.attend(*given, **options))
+    assert torch.equal(*outputs)
+
+
 def same_state(a, b):
     """Whether two caches hold the same bytes: slots, side information, sinks, exact tokens."""
     for one, other in zip(a._layers, b._layers, strict=True):
@@ -68,10 +77,8 @@ def same_state(a, b):
             assert torch.equal(left.tail, right.tail)
             assert (left.sinks is None) or torch.equal(left.sinks, right.sinks)
             for field in left.codec.fields:
-                pairs = zip(
-                    left.store.tensors(field.name), right.store.tensors(field.name), strict=True
-                )
-                for x, y in pairs:
+                both = (stream.store.tensors(field.name) for stream in (left, right))
+                for x, y in zip(*both, strict=True):
                     assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), field.name
         assert one.clean and other.clean
 
@@ -103,11 +110,8 @@ def check_history(spec, dtype, watched, offsets):
         for _ in range(times):
             for layer in range(2):
                 seed += 1
-                k, v, q = random(count, 2, dtype, seed=seed)
-                outputs = []
-                for cache, watched.allowed in ((quick, True), (plain, False)):
-                    outputs.append(cache.attend(layer, k=k, v=v, q=q))
-                assert torch.equal(*outputs)
+                given = by_name(*random(count, 2, dtype, seed=seed))
+                same_outputs(watched, (quick, plain), layer, **given)
         same_state(quick, plain)
         if turn == 4:
             quick, plain = quick.fork(), plain.fork()
@@ -140,10 +144,7 @@ def test_sequences_on_pages(spec, watched):
             forks = [view.fork() for view in views]
             views, forks = forks, views
         for layer in range(2):
-            outputs = []
-            for view, watched.allowed in zip(views, (True, False), strict=True):
-                outputs.append(view.attend(layer, **by_name(*random(1, 4, seed=step))))
-            assert torch.equal(*outputs)
+            same_outputs(watched, views, layer, **by_name(*random(1, 4, seed=step)))
     assert watched.taken > 0.75 * 2 * 120  # not while a group is cut
     for view in views:
         assert [view.cache.seq_len(seq) for seq in view.seqs] == [101, 170, 200, 170]
@@ -171,11 +172,8 @@ def test_views_that_share_sequences_take_turns(watched):
             for pool in pools:
                 pool.truncate(1, 50)
         group = groups[step % 5]
-        tokens = random(1, len(group), seed=step)
-        outputs = []
-        for pool, watched.allowed in zip(pools, (True, False), strict=True):
-            outputs.append(pool.view(group).attend(0, **by_name(*tokens)))
-        assert torch.equal(*outputs)
+        views = [pool.view(group) for pool in pools]
+        same_outputs(watched, views, 0, **by_name(*random(1, len(group), seed=step)))
     assert watched.taken > 40
     watched.allowed = True
     view = pools[0].view([0, 1])
@@ -234,9 +232,8 @@ def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched,
 def test_calls_of_other_shapes(case, watched):
     """Left padding, tokens in views, rules of the call, latents."""
     geometry = CacheGeometry.mla(1, 40, 16) if case == "latent" else GEOMETRY
-    spec = "turboquant:bits=4,sinks=2,window=8"
-    if case == "latent":
-        spec = "turboquant:bits=4/int:bits=8"
+    latent = "turboquant:bits=4/int:bits=8"
+    spec = latent if case == "latent" else "turboquant:bits=4,sinks=2,window=8"
     caches = [create_cache(spec, geometry) for _ in range(2)]
     for step in range(30):
         count = 40 if step == 0 else 1
@@ -252,10 +249,7 @@ def test_calls_of_other_shapes(case, watched):
             k, v, q = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v, q))
         if case == "padding" and step == 0:
             config = AttendConfig(padding=torch.tensor([0, 7]))
-        outputs = []
-        for cache, watched.allowed in zip(caches, (True, False), strict=True):
-            outputs.append(cache.attend(0, k=k, v=v, q=q, config=config))
-        assert torch.equal(*outputs)
+        same_outputs(watched, caches, 0, k=k, v=v, q=q, config=config)
     same_state(*caches)
     assert watched.taken >= 24
 
@@ -301,9 +295,8 @@ def test_other_calls_take_the_ordinary_way(watched):
         cache.attend(0, k=k, v=v, q=q[..., :20])
     with pytest.raises(GeometryError):
         cache.attend(0, k=k.expand(2, -1, -1, -1), v=v, q=q)
-    cache.attend(
-        0, k=k, v=v, q=q, config=AttendConfig(mask=torch.ones(1, 1, 1, 44, dtype=torch.bool))
-    )
+    config = AttendConfig(mask=torch.ones(1, 1, 1, 44, dtype=torch.bool))
+    cache.attend(0, k=k, v=v, q=q, config=config)
     assert watched.taken == taken
     with pytest.raises(CacheFull):
         cache.attend(0, k=k, v=v, q=q)
@@ -323,10 +316,8 @@ def test_steps_that_attend_new_tokens_as_stored(watched):
     caches = [create_cache("int:bits=3,sinks=0,window=0", GEOMETRY) for _ in range(2)]
     config = AttendConfig(exact_new=False)
     for step in range(5):
-        tokens, outputs = random(1 if step else 40, seed=step), []
-        for cache, watched.allowed in zip(caches, (True, False), strict=True):
-            outputs.append(cache.attend(0, **by_name(*tokens), config=config))
-        assert torch.equal(*outputs)
+        given = by_name(*random(1 if step else 40, seed=step))
+        same_outputs(watched, caches, 0, **given, config=config)
     same_state(*caches)
 
 

@@ -18,12 +18,8 @@ def tokens(count, generator):
 
 def where(cache):
     held = [stream for layer in cache._layers for stream in layer.streams()]
-    slots = [
-        segment[field.name].data_ptr()
-        for stream in held
-        for segment in stream.store.held_parts()
-        for field in stream.codec.fields
-    ]
+    parts = [(stream, part) for stream in held for part in stream.store.held_parts()]
+    slots = [part[f.name].data_ptr() for stream, part in parts for f in stream.codec.fields]
     return slots, [stream.memory.tensor.data_ptr() for stream in held]
 
 

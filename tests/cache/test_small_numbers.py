@@ -51,9 +51,7 @@ def test_attention_is_that_over_what_is_held(side):
     size, (_, _, q) = 2.0**-20, given()
     small = filled("trellis:bits=4", size, side)
     k, v = small.dequantize(0, "k"), small.dequantize(0, "v")
-    new = [
-        x[:, :, :1] * (size if name == side else 1) for name, x in zip("kv", given(), strict=False)
-    ]
+    new = [x[:, :, :1] for x in given(size, side)[:2]]
     k, v = torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2)
     wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, :1], k, v, enable_gqa=True)
     found = small.attend(0, k=new[0], v=new[1], q=q[:, :, :1])

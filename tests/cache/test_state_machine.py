@@ -10,14 +10,8 @@ from tests.helpers.faults import FAULTS, disturbed, is_free, length_of, same_sta
 import kvpact
 from kvpact.cache.layer.states import layer_state
 from kvpact.errors import GeometryError, SpecError
-from kvpact.testing import (
-    LayerOracle,
-    held_bytes,
-    random_offset,
-    random_tokens,
-    reference_attention,
-    same_bytes,
-)
+from kvpact.testing import held_bytes, random_offset, random_tokens, reference_attention, same_bytes
+from kvpact.testing.oracle import LayerOracle
 
 HEADS, DIM, V_DIM = 2, 16, 8
 STEPS = 20

@@ -23,9 +23,8 @@ class Lock:
 @pytest.mark.parametrize("how", ["attend", "dequantize"])
 def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
     x = torch.randn(1, 2, 130, 64, generator=torch.Generator().manual_seed(0))
-    cache = create_cache(
-        "turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64), backend=kernel
-    )
+    spec = "turboquant:bits=4,sinks=0,window=0"
+    cache = create_cache(spec, CacheGeometry(1, 2, 64), backend=kernel)
     cache.store(0, k=x, v=x)
     step = cache.store(0, k=x[:, :, :1], v=x[:, :, :1])
     assert step.lock is cache._layers[0].lock
@@ -47,6 +46,4 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
         step.attend(x[:, :, :1], AttendConfig())
     else:
         assert step.dequantize(None, AttendConfig()).k.shape[2] == 131
-    assert seen
-    assert all(seen)
-    assert not lock.held
+    assert seen and all(seen) and not lock.held

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import kvpact
-from kvpact.cache import layer as layer_module
-from kvpact.cache import pages, sequence_pages
+from kvpact.cache.layer import layer as layer_module
+from kvpact.cache.paged import locks as sequence_pages
+from kvpact.cache.paged import pool as pages
 from kvpact.errors import StaleResult
 from kvpact.methods.none import Exact, ExactCodec
 from kvpact.registry import unregister_method

@@ -27,17 +27,12 @@ from kvpact.integrations.models import SMOLLM2, packaged_folder
 VLLM, SERVING = ROOT / "docs" / "vllm.md", ROOT / "docs" / "serving.md"
 SERVER = "python -m vllm.entrypoints.openai.api_server"
 RUN = (
-    (VLLM, "kvpact calibrate MODEL"),
-    (VLLM, "KVPactConnector"),
-    (SERVING, "export KVPACT_VLLM_SPEC"),
-    (SERVING, "kvpact calibrate MODEL"),
-    (SERVING, "kvpact.integrations.lmcache server"),
-    (SERVING, "LMCacheMPConnector"),
-    (SERVING, "8080/status"),
-    (SERVING, "mooncake_master"),
-    (SERVING, "mooncake_client"),
+    (VLLM, "kvpact calibrate MODEL"), (VLLM, "KVPactConnector"),
+    (SERVING, "export KVPACT_VLLM_SPEC"), (SERVING, "kvpact calibrate MODEL"),
+    (SERVING, "kvpact.integrations.lmcache server"), (SERVING, "LMCacheMPConnector"),
+    (SERVING, "8080/status"), (SERVING, "mooncake_master"), (SERVING, "mooncake_client"),
     (SERVING, "kvpact store stats"),
-)
+)  # fmt: skip
 NOT_RUN = {
     "kvpact eval": "takes minutes, and two models",
     ".venv-vllm/bin/python": "takes minutes, and a clone of the repository",

@@ -13,23 +13,11 @@ from transformers import DynamicCache
 
 import kvpact
 from kvpact.errors import KVPactError, SpecError
-from kvpact.evaluate import (
-    Candidate,
-    EvalProtocol,
-    EvalResult,
-    EvalRow,
-    EvaluationError,
-    MetricAccumulator,
-    TokenScores,
-    evaluate,
-    evaluate_text,
-    markdown_table,
-    save_plot,
-    score_tokens,
-    write_report,
-)
-from kvpact.evaluate.base import row_name
+from kvpact.evaluate import evaluate, evaluate_text, markdown_table, save_plot, write_report
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError, row_name
+from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, score_tokens
 from kvpact.evaluate.report import protocol_text
+from kvpact.evaluate.result import EvalResult
 
 FIELDS = [
     "spec", "bits_per_value", "bytes", "perplexity", "perplexity_change", "kl_mean", "kl_p99",
@@ -120,12 +108,9 @@ class Measured(DynamicCache):
 
     def stats(self):
         total = sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values))
-        return {
-            "bytes": {"total": total},
-            "bits_per_value": 32.0,
-            "slot_bits_per_value": 32.0,
-            "layers": {"compressed": len(self.layers), "native": 0},
-        }
+        bits = {"bits_per_value": 32.0, "slot_bits_per_value": 32.0}
+        layers = {"compressed": len(self.layers), "native": 0}
+        return {**bits, "bytes": {"total": total}, "layers": layers}
 
 
 class Spoilt(Measured):
@@ -141,9 +126,8 @@ class Spoilt(Measured):
 
 
 def run(model, ids, cache_type, chunk=64):
-    return evaluate(
-        model, ids, ["none"], chunk=chunk, make_cache=lambda config, _: cache_type(config=config)
-    )
+    make = lambda config, _: cache_type(config=config)  # noqa: E731
+    return evaluate(model, ids, ["none"], chunk=chunk, make_cache=make)
 
 
 def test_an_exact_cache_has_no_kl_and_the_perplexity_of_one_forward(model, ids):
@@ -276,8 +260,7 @@ def test_sizes_that_allow_no_evaluation(model, tokens, chunk, words):
     ids = torch.zeros(tokens, dtype=torch.long)
     with pytest.raises(EvaluationError, match=words) as caught:
         evaluate(model, ids, ["none"], chunk=chunk)
-    assert isinstance(caught.value, KVPactError)
-    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, KVPactError) and "\n" not in str(caught.value)
 
 
 def test_a_bad_spec_is_told_before_anything_runs(model, ids):
@@ -318,10 +301,8 @@ def row(spec, bits, kl, packed_only=False):
 
 def report(rows):
     versions = {"kvpact": "0.1.0", "torch": "2"}
-    protocol = EvalProtocol(
-        2048, 256, 1791, 12.45, "tiny", "book.txt", "float32", "cpu", 2, versions
-    )
-    return EvalResult(rows, protocol)
+    sizes, place = (2048, 256, 1791, 12.45), ("tiny", "book.txt", "float32", "cpu", 2)
+    return EvalResult(rows, EvalProtocol(*sizes, *place, versions))
 
 
 def test_report_files(tmp_path):

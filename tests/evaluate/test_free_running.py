@@ -9,14 +9,8 @@ from PIL import Image
 from tiny_llama import tiny_llama
 from transformers import DynamicCache
 
-from kvpact.evaluate import (
-    Candidate,
-    EvaluationError,
-    evaluate,
-    free_running,
-    score_tokens,
-    write_report,
-)
+from kvpact.evaluate import evaluate, free_running, score_tokens, write_report
+from kvpact.evaluate.base import Candidate, EvaluationError
 from kvpact.evaluate.free_running import distinct_percent, running_mean
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named
@@ -50,9 +44,8 @@ def test_scores_are_those_of_steps_fed_by_hand(model, prompt, result):
     kl, differs = [], []
     with torch.inference_mode():
         for piece in pieces:
-            logits, other = (
-                model(piece[None], **named(cache)).logits[0, -1:] for cache in (exact, coded)
-            )
+            both = (model(piece[None], **named(cache)).logits for cache in (exact, coded))
+            logits, other = (x[0, -1:] for x in both)
             scores = score_tokens(logits, other, logits.argmax(-1))
             kl.append(scores.kl.item())
             differs.append(not scores.agree.item())
@@ -84,9 +77,8 @@ def test_a_text_ends_where_the_exact_cache_ends_it(model, prompt, result, monkey
 def test_packed_only_is_harsher_and_progress_counts_every_feed(model, prompt):
     seen = []
     specs = ["int:bits=3", Candidate("int:bits=3", packed_only=True)]
-    plain, packed = free_running(
-        model, prompt, specs, steps=4, chunk=40, progress=lambda *step: seen.append(step)
-    ).rows
+    options = {"steps": 4, "chunk": 40, "progress": lambda *step: seen.append(step)}
+    plain, packed = free_running(model, prompt, specs, **options).rows
     assert packed.packed_only and packed.kl_mean > plain.kl_mean
     assert [done for done, _, _ in seen] == list(range(1, 13))
     assert {total for _, total, _ in seen} == {12}

@@ -24,9 +24,7 @@ def rows():
     model, tokenizer = load_model()
     modes = {
         "shipped": lambda spec: Candidate(spec),
-        "pure": lambda spec: Candidate(
-            parse_spec(spec).with_options(sinks=0, window=0), exact_new=True
-        ),
+        "pure": lambda x: Candidate(parse_spec(x).with_options(sinks=0, window=0), exact_new=True),
         "packed only": lambda spec: Candidate(spec, packed_only=True),
     }
     keys = [(spec, mode) for spec in SPECS for mode in modes]
@@ -69,9 +67,8 @@ def test_better_than_plain_turboquant_at_three_bits(rows, spec):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_sinks_window_and_exact_chunks_each_help(rows, spec):
-    shipped, pure, packed = (
-        rows[spec, mode].kl_mean for mode in ("shipped", "pure", "packed only")
-    )
+    modes = ("shipped", "pure", "packed only")
+    shipped, pure, packed = (rows[spec, mode].kl_mean for mode in modes)
     assert shipped < pure < packed
 
 

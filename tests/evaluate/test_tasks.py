@@ -11,17 +11,8 @@ from PIL import Image
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvpact.data import book_path
-from kvpact.evaluate import (
-    EvaluationError,
-    Question,
-    TaskCase,
-    TaskResult,
-    TaskScore,
-    evaluate,
-    make_cases,
-    score_tasks,
-    write_report,
-)
+from kvpact.evaluate import EvaluationError, Question, TaskCase, evaluate, make_cases, write_report
+from kvpact.evaluate.task_scores import TaskResult, TaskScore, score_tasks
 from kvpact.evaluate.tasks import DEPTHS
 
 TASKS = ["needle", "variables", "common words", "key-value", "tools"]

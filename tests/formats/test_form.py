@@ -15,6 +15,7 @@ SCALE, ZERO = Side("scale", "mul"), Side("zero", "add")
 BLOCKS = Side("scale", "mul", channels=16)
 TILE_SCALE, TILE_ZERO = Side("scale", "mul", tokens=32), Side("zero", "add", tokens=32)
 BOOK = Levels("book", 2, (-3.0, -1.0, 1.0, 3.0))
+UNEVEN = Levels("book", 2, (5.0, 0.0, -2.5, 1.0))
 MEAN = Side("mean", "add", tokens=32)
 
 
@@ -71,28 +72,21 @@ def anything(form, y, frozen):
 
 
 ORDERS = {
-    "mul": (SCALE,),
-    "mul in blocks": (BLOCKS,),
-    "mul add": (SCALE, ZERO),
-    "add mul": (ZERO, SCALE),
-    "add": (ZERO,),
-    "two muls": (SCALE, Side("more", "mul")),
-    "tile": (TILE_SCALE, TILE_ZERO),
+    "mul": (SCALE,), "mul in blocks": (BLOCKS,), "mul add": (SCALE, ZERO), "add mul": (ZERO, SCALE),
+    "add": (ZERO,), "two muls": (SCALE, Side("more", "mul")), "tile": (TILE_SCALE, TILE_ZERO),
     "tile, add first": (TILE_ZERO, TILE_SCALE),
     "tile, then a token": (TILE_SCALE, TILE_ZERO, Side("more", "mul")),
     "a token, then a tile": (SCALE, ZERO, Side("more", "mul", tokens=32)),
-    "scale and mean": (SCALE, MEAN),
-    "mean and scale": (MEAN, SCALE),
-    "a tile's scale, a token's zero": (TILE_SCALE, ZERO),
-    "blocks and a mean": (BLOCKS, MEAN),
-}
+    "scale and mean": (SCALE, MEAN), "mean and scale": (MEAN, SCALE),
+    "a tile's scale, a token's zero": (TILE_SCALE, ZERO), "blocks and a mean": (BLOCKS, MEAN),
+}  # fmt: skip
 NATIVE = {
     "token": {"mul", "mul in blocks", "mul add", "tile", "tile, then a token", "scale and mean"},
     "channel": {"mul", "mul in blocks", "mul add", "a token, then a tile"},
 }
 
 
-@pytest.mark.parametrize("levels", [GRID, BOOK], ids=lambda levels: levels.kind)
+@pytest.mark.parametrize("levels", [GRID, BOOK, UNEVEN], ids=["grid", "book", "uneven"])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("side", ["token", "channel"])
 def test_every_order_of_sides_is_native_as_in_torch_or_not_native(side, name, levels):

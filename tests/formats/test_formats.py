@@ -23,9 +23,8 @@ def random_codes(bits: int, tokens: int, dim: int, seed: int = 0) -> torch.Tenso
 
 def words(bits: np.ndarray) -> np.ndarray:
     """Return bits along the last axis as little-endian 32-bit words, the last one filled up."""
-    padded = np.concatenate(
-        [bits, np.zeros((*bits.shape[:-1], -bits.shape[-1] % 32), np.uint8)], axis=-1
-    )
+    fill = np.zeros((*bits.shape[:-1], -bits.shape[-1] % 32), np.uint8)
+    padded = np.concatenate([bits, fill], axis=-1)
     return np.packbits(padded, axis=-1, bitorder="little").view("<i4")
 
 
@@ -34,15 +33,11 @@ def oracle(codes: np.ndarray, bits: int, order: str) -> np.ndarray:
     parts, low = [], 0
     for width in planes(bits):
         plane = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
-        if order == "token":
-            parts.append(words(plane.reshape(TILE, -1)))
-        else:
-            parts.append(words(plane.swapaxes(0, 1).reshape(codes.shape[1], -1)))
+        rows = plane if order == "token" else plane.swapaxes(0, 1)
+        parts.append(words(rows.reshape(len(rows), -1)))
         low += width
     whole = np.concatenate(parts, axis=-1)
-    if order == "token":
-        return whole.reshape(2, 16, -1).swapaxes(1, 2)
-    return whole.T
+    return whole.reshape(2, 16, -1).swapaxes(1, 2) if order == "token" else whole.T
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -55,8 +50,7 @@ def test_codes_are_packed_as_numpy_packs_them(bits, order):
         field.write(storage, 0, codes)
         assert storage.shape == (2, 3, 2, *field.shape)
         for index in ((0, 0, 0), (1, 2, 1)):
-            batch, head, tile = index
-            part = codes[batch, head, tile * TILE : (tile + 1) * TILE].numpy()
+            part = codes.unflatten(2, (2, TILE))[index].numpy()
             np.testing.assert_array_equal(storage[index].numpy(), oracle(part, bits, order))
         assert torch.equal(field.read(storage), codes)
 
@@ -100,14 +94,8 @@ def make_values(field, bits: int, tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(2, 3, count, field.count, generator=generator).half()
 
 
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(1, 70)),
-        st.tuples(st.just("truncate"), st.floats(0, 1)),
-    ),
-    min_size=1,
-    max_size=8,
-)
+APPEND = st.tuples(st.just("append"), st.integers(1, 70))
+TRUNCATE = st.tuples(st.just("truncate"), st.floats(0, 1))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -115,7 +103,7 @@ STEPS = st.lists(
     kind=st.sampled_from([*ORDERS, "scale", "bytes"]),
     bits=st.sampled_from(ALL_BITS),
     dim=st.sampled_from((1, 3, 33, 64, 80)),
-    steps=STEPS,
+    steps=st.lists(st.one_of(APPEND, TRUNCATE), min_size=1, max_size=8),
 )
 def test_pieces_and_rollbacks_leave_the_bytes_of_one_write(kind, bits, dim, steps):
     field, capacity = make_field(kind, bits, dim), 20 * TILE

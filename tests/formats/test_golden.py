@@ -31,11 +31,8 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def cases() -> list:
-    return [
-        pytest.param(path, text, data, id=text)
-        for path in FILES
-        for text, data in json.loads(load(path)[1]["cases"])
-    ]
+    held = [(path, case) for path in FILES for case in json.loads(load(path)[1]["cases"])]
+    return [pytest.param(path, *case, id=case[0]) for path, case in held]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -51,13 +48,6 @@ def test_every_method_has_a_golden_file_of_its_version(name):
 def test_there_are_as_many_cases_as_were_made():
     assert len(cases()) == 22 and len(FILES) == 9
     assert sum(path.stat().st_size for path in FILES) < 450_000
-
-
-def codecs(spec: Spec, given: dict[str, torch.Tensor]) -> dict:
-    return {
-        "k": spec.key.key_codec(given["k"].shape[3], given["k"].dtype),
-        "v": spec.value.value_codec(given["v"].shape[3], given["v"].dtype),
-    }
 
 
 def fresh_slots(codec, x: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -82,11 +72,9 @@ def test_golden_slots(path, text, data):
     spec, shown = Spec.from_json(data), json.loads(metadata["shown"])
     assert spec == kvpact.parse_spec(text)
     given = {side: tensors[f"input|{side}"] for side in "kv"}
-    for side, codec in codecs(spec, given).items():
-        stored = {
-            field.name: tensors[f"{text}|{side}|{field.name}"]
-            for field in codec.fields
-        }  # fmt: skip
+    for side, make in (("k", spec.key.key_codec), ("v", spec.value.value_codec)):
+        codec = make(given[side].shape[3], given[side].dtype)
+        stored = {f.name: tensors[f"{text}|{side}|{f.name}"] for f in codec.fields}
         # The same input gives the same bytes …
         for name, tensor in fresh_slots(codec, given[side], stored).items():
             golden = stored[name]

@@ -78,6 +78,14 @@ def frozen(pid):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.fixture
+def master(start_master):
+    """A master that a test may kill."""
+    master = start_master()
+    yield master
+    master.kill()
+
+
 @pytest.fixture(scope="session")
 def start_master():
     """Start a master: ``start_master(*options)``."""

@@ -1,5 +1,7 @@
 """One layer of random tokens, and the caches that hold it."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,12 @@ from kvpact.testing.specs import method_specs
 METHODS = [
     *method_specs(fitted=False), "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",
 ]  # fmt: skip
+
+
+@cache
+def unit_vectors(dim: int, seed: int = 0, count: int = 20_000) -> torch.Tensor:
+    x = torch.randn(count, dim, generator=torch.Generator().manual_seed(1000 * seed + dim))
+    return x / x.norm(dim=-1, keepdim=True)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

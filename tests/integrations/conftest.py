@@ -10,7 +10,8 @@ from tiny_configs import KINDS, SIZES, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
-from kvpact.integrations.transformers import CompressedCache, fallback
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.model import fallback
 from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.versions import VersionError
 

@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from kvpact.integrations.transformers import CompressedCache, attention
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.attention import forward as attention
 
 
 def test_a_cache_is_made_while_another_thread_frees_the_last_one(llama):

@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, Qwen2Config
 
 from kvpact.integrations import transformers as ours
-from kvpact.integrations.transformers import CompressedCache, enable, key_offsets, offsets
+from kvpact.integrations.transformers import CompressedCache, enable, key_offsets
+from kvpact.integrations.transformers.model import offsets
 from kvpact.integrations.transformers.versions import named
 
 SPEC = "turboquant:bits=4"

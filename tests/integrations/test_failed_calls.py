@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, PagedBatch, fallback
+from kvpact.integrations.transformers import CompressedCache, PagedBatch
+from kvpact.integrations.transformers.model import fallback
 from kvpact.integrations.transformers.versions import named
 
 LOSSY = "int:bits=8,sinks=0,window=0"

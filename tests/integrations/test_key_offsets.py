@@ -7,12 +7,8 @@ from families import rope, rotary_share
 
 from kvpact import CacheGeometry, KeyOffset, PagedKVCache
 from kvpact.errors import DtypeError, GeometryError, LayerIndexError, SpecError
-from kvpact.integrations.transformers import (
-    CompressedCache,
-    PagedBatch,
-    key_offsets,
-    register_attention,
-)
+from kvpact.integrations.transformers import PagedBatch, key_offsets, register_attention
+from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import RowOffset
 

@@ -11,7 +11,8 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, PagedBatch, fallback
+from kvpact.integrations.transformers import CompressedCache, PagedBatch
+from kvpact.integrations.transformers.model import fallback
 from kvpact.integrations.transformers.versions import KEEPS_LATENTS, named
 
 if not KEEPS_LATENTS:

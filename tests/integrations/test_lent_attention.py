@@ -14,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvpact import enable
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, attention, register_attention
+from kvpact.integrations.transformers import CompressedCache, register_attention
+from kvpact.integrations.transformers.attention import forward as attention
 from kvpact.integrations.transformers.versions import named
 
 OF_ATTENTION = {"scaling", "dropout", "is_causal", "attention_mask", "query", "key", "value"}

@@ -15,16 +15,11 @@ from torch import nn
 from kvpact import parse_spec
 from kvpact.errors import KVPactError, MismatchError
 from kvpact.integrations.fingerprint import model_fingerprint
-from kvpact.integrations.transformers import (
-    CompressedCache,
-    calibrate,
-    key_offsets,
-    offsets,
-    prefix_cache,
-    versions,
-)
+from kvpact.integrations.transformers import calibrate, key_offsets, prefix_cache, versions
+from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.layers.made_keys import KeyMaker
+from kvpact.integrations.transformers.model import offsets
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store
 

@@ -47,17 +47,15 @@ def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
     configs = [
         AttendConfig(exact_new=exact_new, sliding_window=50, softcap=20.0),
         AttendConfig(exact_new=exact_new, padding=torch.tensor([0, 3, 2, 0, 30])),
-        AttendConfig(exact_new=exact_new, mask=torch.randn(5, 1, 9, max(LENGTHS) + 27)),
     ]
+    mask = torch.randn(5, 1, 9, max(LENGTHS) + 27)
     outputs = []
     for kernel in ("torch", "cpu"):
         cache, view = filled(kernel, spec)
         k, v, q = given(len(LENGTHS), 9)  # too many for a step
-        found = [
-            view.attend(0, k=k, v=v, q=q, config=config) for config in (configs[0], configs[1])
-        ]
-        cut = [max(cache.seq_len(seq) for seq in view.seqs) + 9, configs[2]]
-        config = AttendConfig(exact_new=exact_new, mask=cut[1].mask[..., : cut[0]])
+        found = [view.attend(0, k=k, v=v, q=q, config=config) for config in configs]
+        total = max(cache.seq_len(seq) for seq in view.seqs) + 9
+        config = AttendConfig(exact_new=exact_new, mask=mask[..., :total])
         outputs.append([*found, view.attend(0, k=k, v=v, q=q, config=config)])
         calls = dict(cache.stats()["compute"]["attend"])
     assert counts == [len(LENGTHS)] * 3 and calls == {"cpu": 3 * len(LENGTHS)}
@@ -66,20 +64,16 @@ def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
 
 
 @pytest.mark.parametrize("threads", (1, 2, 3))
-def test_the_same_numbers_alone_and_together(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        lengths = (3000, 5, 0, 900, 64, 1200, 40)[: 7 - threads]
-        (_, together), (cache, alone) = (filled("cpu", "int:bits=4", lengths) for _ in "ab")
-        k, v, q = given(len(lengths))
-        found = together.attend(0, k=k, v=v, q=q)
-        for i, seq in enumerate(alone.seqs):
-            one = cache.view([seq]).attend(0, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1])
-            # Weights are rounded beside the greatest of a task's tokens: tasks differ.
-            assert error(one, found[i : i + 1]) <= 1e-5
-    finally:
-        torch.set_num_threads(before)
+def test_the_same_numbers_alone_and_together(threads, set_threads):
+    set_threads(threads)
+    lengths = (3000, 5, 0, 900, 64, 1200, 40)[: 7 - threads]
+    (_, together), (cache, alone) = (filled("cpu", "int:bits=4", lengths) for _ in "ab")
+    k, v, q = given(len(lengths))
+    found = together.attend(0, k=k, v=v, q=q)
+    for i, seq in enumerate(alone.seqs):
+        one = cache.view([seq]).attend(0, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1])
+        # Weights are rounded beside the greatest of a task's tokens: tasks differ.
+        assert error(one, found[i : i + 1]) <= 1e-5
 
 
 def test_an_empty_row_among_others():

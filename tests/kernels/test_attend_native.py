@@ -32,6 +32,7 @@ def each(**options):
 
 
 LATENT_SPECS = (FOUR, "turboquant:bits=3/fp8", "int:bits=8", "kivi:bits=4", "none")
+LATENT_CASES = (*each(spec=LATENT_SPECS, new=1), *each(spec=LATENT_SPECS, new=17, held=45))
 LATENT_SHAPES = [
     {"groups": groups, "dim": rank, "value_dim": rope}
     for groups, rank, rope in ((16, 512, 64), (1, 32, 8), (5, 40, 36), (3, 40, 8), (128, 96, 32))
@@ -39,28 +40,19 @@ LATENT_SHAPES = [
 AT_LEVELS = {
     "few": cases(),
     "many": [{"new": 17} | case for case in cases()],
-    "latents": [
-        case | shape
-        for case in (*each(spec=LATENT_SPECS, new=1), *each(spec=LATENT_SPECS, new=17, held=45))
-        for shape in LATENT_SHAPES
-    ],
+    "latents": [case | shape for case, shape in itertools.product(LATENT_CASES, LATENT_SHAPES)],
     "prompts": each(spec=FOUR, new=(1, 33, 137), dim=(36, 64, 128)),
 }
 
-EXACT = ("", ",window=0,sinks=0", ",window=1,sinks=3")
+EACH = (FOUR, f"{FOUR},window=0,sinks=0", f"{FOUR},window=1,sinks=3")
 UNLIKE_ENDS = ("turboquant:bits=4,window=3", "kivi:bits=2,group=128", "fp8")
 EDGES = {
-    "few lengths": each(
-        spec=[f"{FOUR}{exact}" for exact in EXACT],
-        held=(1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 513),
-    ),
+    "few lengths": each(spec=EACH, held=(1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 513)),
     "few heads": each(spec=(FOUR, "turboquant:bits=5", "fp8"), groups=(*range(1, 9), 12, 16)),
     "few queries": each(spec=FOUR, new=(2, 5, 16), batch=2),
     "few widths": [{"spec": FOUR, "dim": k, "value_dim": v} for k, v in ((96, 64), (40, 128))],
     "few formats": each(spec=ATTENDED, groups=1, dim=80, held=128, seed=1),
-    "many lengths": each(
-        spec=[f"{FOUR}{exact}" for exact in EXACT], held=(1, 31, 33, 300), new=(17, 33, 130)
-    ),
+    "many lengths": each(spec=EACH, held=(1, 31, 33, 300), new=(17, 33, 130)),
     "many rows": [
         *each(spec=FOUR, groups=(1, 3, 4, 8), new=(1, 3, 17, 90), batch=2),
         {"spec": FOUR, "heads": 1, "groups": 8, "new": 150, "held": 400},  # more than one task's
@@ -73,11 +65,8 @@ EDGES = {
         new=20,
     ),
     "latents lengths": each(
-        spec=[f"{FOUR}{exact}" for exact in (EXACT[1], ",window=40", ",window=3/kivi:bits=4")],
-        held=(1, 31, 64, 129, 700),
-        dim=128,
-        new=3,
-        batch=2,
+        spec=(EACH[1], f"{FOUR},window=40", f"{FOUR},window=3/kivi:bits=4"),
+        **{"held": (1, 31, 64, 129, 700), "dim": 128, "new": 3, "batch": 2},
     ),
     "latents rows": each(spec=FOUR, groups=32, new=40, held=200),
     "prompts lengths": each(
@@ -237,20 +226,16 @@ def test_random_cases(way, times):
     (few, FOUR, 2), (few, "turboquant:bits=8", 3), (few, FOUR, 7), (many, FOUR, 3),
     (latents, FOUR, 16),
 ))  # fmt: skip
-def test_threads_give_the_same_numbers(make, spec, groups):
+def test_threads_give_the_same_numbers(make, spec, groups, set_threads):
     """One thread takes all tokens of a head, more of them split the tokens and merge."""
     case = {"spec": spec, "held": 6000, "groups": groups, "new": 1 if make is few else 2}
     case |= {} if make is latents else {"heads": 3}
-    threads = torch.get_num_threads()
-    try:
-        outputs = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            expected, found, _ = make(**case)
-            assert error(expected, found) <= bound_of(spec, "few" if make is few else "other")
-            outputs.append(found)
-    finally:
-        torch.set_num_threads(threads)
+    outputs = []
+    for count in (1, 2, 5):
+        set_threads(count)
+        expected, found, _ = make(**case)
+        assert error(expected, found) <= bound_of(spec, "few" if make is few else "other")
+        outputs.append(found)
     assert all(error(outputs[0], other) <= BOUND for other in outputs[1:])
 
 
@@ -259,10 +244,10 @@ def test_long_contexts_lose_nothing_to_rounding():
     same(many, spec=FOUR, heads=1, groups=2, dim=32, new=2, held=20000)
 
 
-WHOLE = (FOUR, "turboquant:bits=2", "int:bits=8", "int:bits=4,group=64", "kivi:bits=2,group=32")
-
-
-@pytest.mark.parametrize("spec", (*WHOLE, *TRELLISES[8:10], TRELLISES[1], TRELLISES[5]))
+@pytest.mark.parametrize("spec", (
+    FOUR, "turboquant:bits=2", "int:bits=8", "int:bits=4,group=64", "kivi:bits=2,group=32",
+    *TRELLISES[8:10], TRELLISES[1], TRELLISES[5],
+))  # fmt: skip
 def test_queries_and_weights_of_16_bits_lose_next_to_nothing(spec):
     """Levels are whole numbers, and exact; digits that are missing or misplaced would show."""
     trellis = spec in TRELLISES

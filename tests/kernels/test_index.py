@@ -72,15 +72,11 @@ def test_queries_of_zeros_and_tiny_ones():
 
 
 @native
-def test_threads_change_nothing():
-    made, before = given(2, 50, 64, 2, 8), torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            found.append(scanned(*made))
-    finally:
-        torch.set_num_threads(before)
+def test_threads_change_nothing(set_threads):
+    made, found = given(2, 50, 64, 2, 8), []
+    for threads in (1, 3):
+        set_threads(threads)
+        found.append(scanned(*made))
     assert torch.equal(*found)
 
 

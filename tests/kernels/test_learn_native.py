@@ -44,13 +44,9 @@ def test_any_tokens(case):
     assert compare(case) == ""
 
 
-def test_heads_side_by_side():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert compare(Case("trellis", 128, 13, "bases", torch.float16, (0, 5, 70))) == ""
-    finally:
-        torch.set_num_threads(threads)
+def test_heads_side_by_side(set_threads):
+    set_threads(3)
+    assert compare(Case("trellis", 128, 13, "bases", torch.float16, (0, 5, 70))) == ""
 
 
 @pytest.mark.parametrize(("size", "energy", "what"), [

@@ -78,9 +78,8 @@ def computed_angles(rotated: np.ndarray, levels: int) -> list[np.ndarray]:
 def test_codes_are_those_of_the_computed_angles(dim, levels, first):
     codec, x = codec_of(dim, levels=levels, first=first), normal(1, 1, 4096, dim, seed=3)
     arrays = codec.encode(x)
-    for level, angles in enumerate(
-        computed_angles(codec.transform.forward(x).double().numpy(), levels), 1
-    ):
+    rotated = codec.transform.forward(x).double().numpy()
+    for level, angles in enumerate(computed_angles(rotated, levels), 1):
         boundaries = np.array(codebook(level, first)[1])
         wanted, got = np.searchsorted(boundaries, angles), arrays[f"angles{level}"].numpy()
         assert got.shape == wanted.shape
@@ -100,16 +99,11 @@ def test_distortion_and_bits_of_the_papers_preset(dim):
 
 
 # Levels and bits of the first: bits per value at D = 128, and the distortion.
-COSTS = {
-    (1, 4): (10, 0.0129), (2, 4): (6.5, 0.0227), (3, 4): (4.75, 0.0287),
-    (5, 4): (3.4375, 0.0338), (6, 4): (3.21875, 0.0347),
-    (4, 3): (3.375, 0.0693), (4, 5): (4.375, 0.0226),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("levels", "first"), COSTS)
-def test_what_levels_and_the_first_bits_cost(levels, first):
-    bits, wanted = COSTS[levels, first]
+@pytest.mark.parametrize(("levels", "first", "bits", "wanted"), [
+    (1, 4, 10, 0.0129), (2, 4, 6.5, 0.0227), (3, 4, 4.75, 0.0287), (5, 4, 3.4375, 0.0338),
+    (6, 4, 3.21875, 0.0347), (4, 3, 3.375, 0.0693), (4, 5, 4.375, 0.0226),
+])  # fmt: skip
+def test_what_levels_and_the_first_bits_cost(levels, first, bits, wanted):
     assert bytes_per_slot(codec_of(128, levels=levels, first=first)) * 8 / 128 == bits
     assert distortion(128, 8192, levels=levels, first=first) == pytest.approx(wanted, rel=0.02)
 
@@ -139,13 +133,10 @@ def test_values_are_coded_as_keys_are():
 
 # Points exactly on the boundaries of 16 sectors, and their codes: a boundary belongs to the sector
 # below it, but for the axes, whose cosine or sine is not quite 0.
-ON_BOUNDARIES = [
+@pytest.mark.parametrize(("x", "y", "code"), [
     (1, 0, 0), (1, -0.0, 0), (1, 1, 1), (0, 1, 4), (-0.0, 1, 4), (-1, 1, 5), (-1, 0, 7),
     (-1, -0.0, 7), (-1, -1, 9), (0, -1, 12), (1, -1, 13), (0, 0, 0),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("x", "y", "code"), ON_BOUNDARIES)
+])  # fmt: skip
 def test_points_on_boundaries_have_one_code(x, y, code):
     for size in (1e-20, 1, 3, 1e15):
         # In the body and in the tail of a vectorised loop.

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from one_layer import unit_vectors
 
 import kvpact
 from kvpact.errors import SpecError
@@ -11,12 +12,6 @@ from kvpact.methods import bytes_per_slot
 from kvpact.methods.kivi import KIVI
 from kvpact.methods.qjl import QJL
 from kvpact.transforms import RandomHadamard
-
-
-@cache
-def unit_vectors(dim: int, seed: int = 0, count: int = 20_000) -> torch.Tensor:
-    x = torch.randn(count, dim, generator=torch.Generator().manual_seed(1000 * seed + dim))
-    return x / x.norm(dim=-1, keepdim=True)
 
 
 def stored(x: torch.Tensor, **options) -> torch.Tensor:

@@ -28,11 +28,9 @@ pytestmark = pytest.mark.timeout(120)  # none of these may hang
 
 
 @pytest.fixture
-def master(start_master):
-    master = start_master()
+def master(master):
     with connect(MooncakeStore, master, segment_size="64MiB"):
         yield master
-        master.kill()
 
 
 def connect(kind, master, **options):

@@ -149,20 +149,13 @@ def test_other_dtypes_shapes_and_names_that_could_be_confused_have_other_keys(st
         return prefix(store, create_cache(spec, geometry), **options).keys(ids)[0]
 
     keys = [
-        first(),
-        first(CacheGeometry(2, 2, 32, 16, torch.float16)),
+        first(), first(CacheGeometry(2, 2, 32, 16, torch.float16)),
         first(CacheGeometry(3, 2, 32, 16, torch.float32)),
-        first(CacheGeometry(2, 1, 32, 16, torch.float32)),
-        first(spec="int:bits=8"),
-        first(spec="int:bits=4,sinks=8"),
-        first(model="two"),
-        first(adapter="b", tenant="c"),
-        first(adapter="bc"),
-        first(tenant="bc"),
-        first(adapter="c", tenant="b"),
-        first(model="a model", adapter='b", "tenant": "c'),
-        first(chunk=128),
-    ]
+        first(CacheGeometry(2, 1, 32, 16, torch.float32)), first(spec="int:bits=8"),
+        first(spec="int:bits=4,sinks=8"), first(model="two"), first(adapter="b", tenant="c"),
+        first(adapter="bc"), first(tenant="bc"), first(adapter="c", tenant="b"),
+        first(model="a model", adapter='b", "tenant": "c'), first(chunk=128),
+    ]  # fmt: skip
     assert len(set(keys)) == len(keys)
     assert first() == keys[0]
 

@@ -14,14 +14,11 @@ from kvpact.recommend.base import SIDES
 def ladders(seed):
     """K and V of three layers with five rungs each; some are no better than a smaller one."""
     draw = random.Random(seed)
-    return {
-        (layer, side): [
-            Rung(f"r{i}", 10 + 7 * i + draw.randrange(5), draw.uniform(0.1, 4) / (i + 1))
-            for i in range(5)
-        ]
-        for layer in range(3)
-        for side in SIDES
-    }
+
+    def rung(i):
+        return Rung(f"r{i}", 10 + 7 * i + draw.randrange(5), draw.uniform(0.1, 4) / (i + 1))
+
+    return {slot: [rung(i) for i in range(5)] for slot in product(range(3), SIDES)}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -43,11 +40,8 @@ def test_the_recipe_is_the_best_one_at_its_own_bytes():
     given = {slot: rungs for slot, rungs in ladders(7).items() if slot[1] == "key"}
     taken = allocate(given, 70)
     held = sum(rung.bytes for rung in taken.values())
-    all_of_them = [
-        sum(x.cost for x in rungs)
-        for rungs in product(*given.values())
-        if sum(x.bytes for x in rungs) <= held
-    ]
+    fitting = (x for x in product(*given.values()) if sum(rung.bytes for rung in x) <= held)
+    all_of_them = [sum(rung.cost for rung in rungs) for rungs in fitting]
     # The steps taken are the most worthwhile ones, but for the last that still fit.
     assert sum(rung.cost for rung in taken.values()) <= 1.2 * min(all_of_them)
 

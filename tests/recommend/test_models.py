@@ -39,27 +39,19 @@ def test_layers_with_sliding_windows_stay_exact_and_count(ids):
     CompressedCache(model, found.recipe, attention="keep")
 
 
-def _lfm2():
-    return transformers.Lfm2Config(
-        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"]
-    )
-
-
-def _gpt_oss():
-    return transformers.GptOssConfig(
+@pytest.mark.filterwarnings("ignore:the model's attention is 'eager'")
+@pytest.mark.parametrize("config", [
+    lambda: transformers.Lfm2Config(
+        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"],
+    ),
+    lambda: transformers.GptOssConfig(
         **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=16, num_local_experts=2,
         num_experts_per_tok=1, attn_implementation="eager",
-    )  # fmt: skip
-
-
-def _gpt2():
-    return transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, vocab_size=64, initializer_range=0.2
-    )
-
-
-@pytest.mark.filterwarnings("ignore:the model's attention is 'eager'")
-@pytest.mark.parametrize("config", [_lfm2, _gpt_oss, _gpt2])
+    ),
+    lambda: transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=64, initializer_range=0.2,
+    ),
+], ids=["lfm2", "gpt_oss", "gpt2"])  # fmt: skip
 def test_states_sink_logits_and_learnt_positions_are_no_obstacle(ids, config):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config()).eval()

@@ -53,9 +53,8 @@ def test_a_plan_ranks_specs_and_keeps_to_its_budget(planned):
     exact = 2 * 2 * 2 * (32 + 32) * 4096  # layers, heads, bytes, widths
     assert planned.sizes.exact == exact and planned.budget == exact // 4
     geometry = CacheGeometry(1, 2, 32, dtype=torch.float16)
-    held = sum(
-        planned_bytes(spec, geometry, 4096)["total"] for spec in layer_specs(planned.recipe, 2)
-    )
+    specs = layer_specs(planned.recipe, 2)
+    held = sum(planned_bytes(spec, geometry, 4096)["total"] for spec in specs)
     assert planned.recipe_bytes == held <= planned.budget
     assert planned.bytes_of(planned.uniform) <= planned.budget
     assert set(planned.choice) == {(i, side) for i in range(2) for side in ("key", "value")}
@@ -107,12 +106,14 @@ def test_what_shrinks_in_all_layers_is_squared_once():
 
 def test_a_ladder_shares_one_sensitivity_a_layer():
     expected = {"trellis:bits=3": (4.0, 1.0), "trellis:bits=4": (1.0, 0.25), "kivi:bits=4": (1, 1)}
-    costs = {
-        spec: Costs({i: torch.tensor([[1.0], [x]]) for i, x in enumerate(pair)}, _ONES, {})
-        for spec, pair in expected.items()
+    ones, x = {i: torch.ones(2, 1) for i in range(2)}, torch.ones(1, 2, 10, 32)
+    keys = {
+        s: {i: torch.tensor([[1.0], [x]]) for i, x in enumerate(y)} for s, y in expected.items()
     }
+    costs = {spec: Costs(key, ones, {}) for spec, key in keys.items()}
+    seen = Seen(layers=dict.fromkeys(range(2), SeenLayer(x, x, x)), num_layers=2)
     # At 3 bits both layers cost 1 where 4 and 1 are expected; at 4 bits 1 where 1 and 0.25 are.
-    found = Survey(_seen(), costs, 1, (), (), 300)
+    found = Survey(seen, costs, 1, (), (), 300)
     three, four, other = measured_of(found, 1024, [0])
     assert three.key == pytest.approx({0: 1.0, 1: 1.0}) and four.key == pytest.approx(three.key)
     costs["trellis:bits=4"].key[0][0] = 3.0
@@ -123,14 +124,6 @@ def test_a_ladder_shares_one_sensitivity_a_layer():
     assert three.key[0] > three.key[1] and other.key == {0: 1.0, 1: 1.0}
     plain = measured_of(found, 1024, [0], smooth=False)
     assert plain[1].key == {0: 3.0, 1: 1.0}
-
-
-_ONES = {i: torch.ones(2, 1) for i in range(2)}
-
-
-def _seen():
-    x = torch.ones(1, 2, 10, 32)
-    return Seen(layers=dict.fromkeys(range(2), SeenLayer(x, x, x)), num_layers=2)
 
 
 def test_the_better_one_is_chosen(model, ids, planned):
@@ -207,9 +200,8 @@ def test_a_verdict_includes_the_arguments_of_tool_calls(model_folder, monkeypatc
     assert ", 0 % of the arguments of tool calls right (exact cache: 0 %), " in found.answer
     verdicts = []
     for lost in (0, 3, 5):
-        scores = [
-            TaskScore("a", False, "tools", 0, 0.5, -1.0, -1.0, i >= lost, True) for i in range(60)
-        ]
+        numbers = ("a", False, "tools", 0, 0.5, -1.0, -1.0)
+        scores = [TaskScore(*numbers, i >= lost, True) for i in range(60)]
         row = replace(found.row, kl_mean=0.0004)
         tools = TaskResult(scores, 900, 0)
         evaluation = replace(found.evaluation, rows=[row])
@@ -244,10 +236,8 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
     found = sensitivities(tmp_path / "out" / "ladder.toml", 2)
     costs = next(x for x in data["measured"] if x["spec"] == "trellis:bits=2")
     told = {(int(i), 0): x for i, x in costs["key"].items()}
-    told |= {
-        (int(i), 1): x + costs["shrunk"][i] * sum(costs["shrunk"].values())
-        for i, x in costs["noise"].items()
-    }
+    shrunk = costs["shrunk"]
+    told |= {(int(i), 1): x + shrunk[i] * sum(shrunk.values()) for i, x in costs["noise"].items()}
     mean = sum(told.values()) / 4
     assert found == pytest.approx({part: x / mean for part, x in told.items()}, rel=0.01)
     CompressedCache(model, tmp_path / "out" / "ladder.toml", budget="1MB")

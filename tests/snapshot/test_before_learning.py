@@ -1,6 +1,5 @@
 """A cache that is saved before its codecs have learnt goes on as if it had never stopped."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -68,36 +67,29 @@ def test_goes_on_to_the_same_bytes(spec, tokens):
     assert (goes_on(restored) == goes_on(cache)) is True
 
 
-def change_nothing(cache) -> None:
-    pass
-
-
-def roll_back(cache) -> None:
-    cache.truncate(45)
-
-
-def roll_back_all(cache) -> None:
-    cache.truncate(0)
-
-
-def swap_rows(cache) -> None:
-    cache.select(torch.tensor([1, 0]))
-
-
 def leave_queries_out(cache) -> None:
     for layer in range(2):
         k, v = random_tokens(2, 2, 9, 32, seed=layer), random_tokens(2, 2, 9, 16, seed=layer + 5)
         cache.prefill(layer, k, v)
 
 
-@pytest.mark.parametrize("after", [change_nothing, roll_back, swap_rows, leave_queries_out])
-@pytest.mark.parametrize("before", [roll_back, roll_back_all, swap_rows, leave_queries_out])
-def test_whatever_came_before_and_after(before: Callable, after: Callable):
+CHANGES = {
+    "nothing": lambda cache: None,
+    "roll back": lambda cache: cache.truncate(45),
+    "roll back all": lambda cache: cache.truncate(0),
+    "swap rows": lambda cache: cache.select(torch.tensor([1, 0])),
+    "leave queries out": leave_queries_out,
+}
+
+
+@pytest.mark.parametrize("after", ["nothing", "roll back", "swap rows", "leave queries out"])
+@pytest.mark.parametrize("before", ["roll back", "roll back all", "swap rows", "leave queries out"])
+def test_whatever_came_before_and_after(before: str, after: str):
     cache = started(HELD)
-    before(cache)
+    CHANGES[before](cache)
     fork, restored = cache.fork(), again(cache.snapshot())
     for one in (cache, fork, restored):
-        after(one)
+        CHANGES[after](one)
     wanted = goes_on(cache)
     assert (goes_on(restored) == wanted) is True
     assert (goes_on(again(fork.snapshot())) == wanted) is True
@@ -118,15 +110,13 @@ def test_a_prefix_of_no_tokens_has_no_queries():
 
 def changed(snapshot: Snapshot, **values) -> Snapshot:
     """Return a snapshot with other state of keys, and checksums of its own."""
-    layers = []
-    for index in range(snapshot.num_layers):
-        layer = snapshot.layer(index)
-        k, v = layer.streams
-        layers.append(replace(layer, streams=(replace(k, **values), v)))
+    layers = [snapshot.layer(index) for index in range(snapshot.num_layers)]
+    keys = [replace(layer.streams[0], **values) for layer in layers]
+    both = zip(layers, keys, strict=True)
+    layers = [replace(layer, streams=(k, layer.streams[1])) for layer, k in both]
     m = snapshot.manifest
-    return Snapshot.build(
-        layers, slots=FORMAT_VERSION, geometry=m.geometry, layout=m.layout, page_size=m.page_size
-    )
+    shape = {"geometry": m.geometry, "layout": m.layout, "page_size": m.page_size}
+    return Snapshot.build(layers, slots=FORMAT_VERSION, **shape)
 
 
 def test_the_queries_matter():
@@ -206,21 +196,23 @@ def test_energies_of_another_dtype_are_refused(dtype):
 
 
 def test_energies_that_nothing_learns_from_are_refused():
-    for spec in (
-        "turboquant:bits=4,center=64,window=5",
-        "trellis:bits=3,center=64,window=5,first=false,weights=false,blocks=false",
-    ):
+    plain = "trellis:bits=3,center=64,window=5,first=false,weights=false,blocks=false"
+    for spec in ("turboquant:bits=4,center=64,window=5", plain):
         cache = started(HELD, spec)
         with pytest.raises(FormatError, match="nothing learns from"):
             cache.restore(changed(cache.snapshot(), query_energy=energy()))
 
 
+def seen() -> dict:
+    """Return K and V that codecs learn from beforehand."""
+    pair = random_tokens(1, 2, 100, 32), random_tokens(1, 2, 100, 16)
+    return {0: pair, 1: pair}
+
+
 def test_a_calibrated_cache_learns_no_more():
-    k, v = random_tokens(1, 2, 100, 32), random_tokens(1, 2, 100, 16)
-    cache = create_cache(SPEC, GEOMETRY, calibration={0: (k, v), 1: (k, v)})
+    cache, fresh = (create_cache(SPEC, GEOMETRY, calibration=seen()) for _ in range(2))
     cache.restore(started(HELD).snapshot())
     attend(cache, 60, 7)
-    fresh = create_cache(SPEC, GEOMETRY, calibration={0: (k, v), 1: (k, v)})
     attend(fresh, 100, 7)
     for layer in range(2):
         own, other = (one.snapshot().layer(layer).streams[0].learnt for one in (cache, fresh))
@@ -228,8 +220,7 @@ def test_a_calibrated_cache_learns_no_more():
 
 
 def test_pages_are_calibrated_and_take_no_cache_that_has_not_learnt():
-    k, v = random_tokens(1, 2, 100, 32), random_tokens(1, 2, 100, 16)
-    pages = PagedKVCache(SPEC, GEOMETRY, 9, calibration={0: (k, v), 1: (k, v)})
+    pages = PagedKVCache(SPEC, GEOMETRY, 9, calibration=seen())
     with pytest.raises(MismatchError, match="calibration=snapshot"):
         pages.restore(started(HELD).snapshot())
     view = pages.view([pages.allocate(), pages.allocate()])
@@ -252,10 +243,7 @@ def test_a_calibrated_cache_takes_tokens_whose_method_had_not_learnt_its_fields(
     """The rank is learnt, and with it what is stored."""
     spec = "lowrank:energy=0.9,window=40/int:bits=8,window=0"
     held = started(HELD, spec).snapshot()
-    k, v = random_tokens(1, 2, 100, 32), random_tokens(1, 2, 100, 16)
-    cache, fresh = (
-        create_cache(spec, GEOMETRY, calibration={0: (k, v), 1: (k, v)}) for _ in range(2)
-    )
+    cache, fresh = (create_cache(spec, GEOMETRY, calibration=seen()) for _ in range(2))
     cache.restore(Snapshot.from_bytes(held.to_bytes()))
     attend(fresh, HELD, padding=[3, 0])
     for one in (cache, fresh):

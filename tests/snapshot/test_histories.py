@@ -14,27 +14,17 @@ from kvpact.testing.data import by_name
 
 ROWS, LAYERS, HEADS, DIM, V_DIM = 2, 2, 2, 16, 8
 SPECS = dict.fromkeys(method_specs(), torch.float32) | {
-    "none": torch.bfloat16,
-    "fp8": torch.float16,
-    "int:bits=3,sinks=0,window=0": torch.float32,
+    "none": torch.bfloat16, "fp8": torch.float16, "int:bits=3,sinks=0,window=0": torch.float32,
     "turboquant:bits=3,mode=prod,sinks=2,window=9": torch.float32,
-    "turboquant:bits=3,center=64": torch.float32,
-    "kivi:bits=2,sinks=3,window=40": torch.float16,
+    "turboquant:bits=3,center=64": torch.float32, "kivi:bits=2,sinks=3,window=40": torch.float16,
     "kvarn:bits=4,group=32,sinks=0,window=0/int:bits=8,sinks=5,window=70": torch.float32,
-    "qjl": torch.float16,
-    "lowrank:rank=6": torch.float32,
-    "lowrank:energy=0.9,window=5": torch.float16,
-    "hybrid:rank=6,window=3": torch.float32,
+    "qjl": torch.float16, "lowrank:rank=6": torch.float32,
+    "lowrank:energy=0.9,window=5": torch.float16, "hybrid:rank=6,window=3": torch.float32,
     "hybrid:rank=80": torch.float16,
-}
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(1, 70)),
-        st.tuples(st.just("truncate"), st.floats(0, 1)),
-        st.tuples(st.just("fork"), st.integers(1, 40)),
-    ),
-    max_size=6,
-)
+}  # fmt: skip
+APPEND = st.tuples(st.just("append"), st.integers(1, 70))
+TRUNCATE = st.tuples(st.just("truncate"), st.floats(0, 1))
+FORK = st.tuples(st.just("fork"), st.integers(1, 40))
 
 
 def tokens(count: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -46,10 +36,8 @@ def tokens(count: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...
 
 def attend(cache, count: int, seed: int, dtype: torch.dtype, padding=None) -> list[torch.Tensor]:
     config = AttendConfig(padding=padding)
-    return [
-        cache.attend(layer, **by_name(*tokens(count, seed + 100 * layer, dtype)), config=config)
-        for layer in range(LAYERS)
-    ]
+    given = [by_name(*tokens(count, seed + 100 * layer, dtype)) for layer in range(LAYERS)]
+    return [cache.attend(layer, **x, config=config) for layer, x in enumerate(given)]
 
 
 def make(layout: str, spec: str, dtype: torch.dtype, calibration):
@@ -87,7 +75,7 @@ def run(cache, steps, dtype: torch.dtype) -> list:
 @given(
     first=st.integers(1, 150),
     padding=st.booleans(),
-    steps=STEPS,
+    steps=st.lists(st.one_of(APPEND, TRUNCATE, FORK), max_size=6),
     after=st.lists(st.one_of(st.integers(1, 66), st.floats(0, 1)), min_size=1, max_size=3),
     page=st.sampled_from([None, 1, 3]),
 )

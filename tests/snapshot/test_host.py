@@ -6,12 +6,8 @@ import torch
 from kvpact.snapshot.pages import on_host, pack_pages, unpack_pages
 from kvpact.snapshot.state import FieldInfo, StreamState
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    ),
-]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 DTYPES = (torch.int32, torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -38,7 +34,7 @@ def test_what_is_on_the_cpu_is_not_copied():
     assert found.data_ptr() == x.data_ptr() and not found.requires_grad
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_the_copy_waits_for_what_was_queued_before_it():
     x = torch.zeros(1 << 24, device="cuda")
     torch.cuda._sleep(50_000_000)

@@ -13,13 +13,11 @@ from kvpact.snapshot import LayerState
 from kvpact.testing import random_tokens
 
 
-def filled(
-    spec: str, dim: int, tokens: int = 40, dtype: torch.dtype = torch.float16, heads: int = 2
-):
+def filled(spec: str, dim: int, tokens: int = 40, dtype=torch.float16, heads: int = 2):
     cache = create_cache(spec, CacheGeometry(2, heads, dim, dtype=dtype))
     for layer in range(2):
-        given = {"dim": dim, "dtype": dtype}
-        k, v = (random_tokens(1, heads, tokens, **given, seed=2 * layer + x) for x in (0, 1))
+        shape = (1, heads, tokens, dim)
+        k, v = (random_tokens(*shape, seed=2 * layer + x, dtype=dtype) for x in (0, 1))
         cache.prefill(layer, k, v)
     return cache
 
@@ -44,9 +42,8 @@ LEARN = ["vq:codebook_size=20", "lowrank:rank=3", "hybrid:rank=3"]
 def rebuilt(held: Snapshot, layers: list[LayerState]) -> Snapshot:
     """Return a snapshot of other states, with checksums of its own."""
     m = held.manifest
-    return Snapshot.build(
-        layers, slots=FORMAT_VERSION, geometry=m.geometry, layout=m.layout, page_size=m.page_size
-    )
+    shape = {"geometry": m.geometry, "layout": m.layout, "page_size": m.page_size}
+    return Snapshot.build(layers, slots=FORMAT_VERSION, **shape)
 
 
 def test_exact_tokens_that_could_not_be_packed_are_refused():
@@ -83,8 +80,7 @@ def test_packed_slots_without_what_their_method_learnt_are_refused(spec, layout)
         assert again.seq_len(0) == 0 and again.memory_usage() == 0
         again.restore(held)
     else:
-        options = {"num_pages": 8, "page_size": 128, "calibration": held}
-        pages = PagedKVCache(spec, cache.geometry, **options)
+        pages = PagedKVCache(spec, cache.geometry, 8, page_size=128, calibration=held)
         with pytest.raises(MismatchError, match="learnt"):
             pages.restore(damaged)
         assert pages.restore(held) == 0

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 from kvpact.stores import DirectoryStore
@@ -85,8 +86,8 @@ def kills(folder, count, seed):
             if turn % 5 == 4:
                 held = {key: store.get(key) for key in store}
                 result["leftovers"] += store.gc().leftovers
-                files = [p for p in folder.rglob("*") if p.parent.name != folder.name]
-                files = [p for p in files if p.is_file()]
+                inside = (p for p in folder.rglob("*") if p.parent.name != folder.name)
+                files = [p for p in inside if p.is_file()]
                 result["stray"] += len(files) - len(held)
                 if turn % 20 == 19:
                     store.rebuild()
@@ -134,9 +135,8 @@ def one_of_a_crowd(folder, seed, seconds):
 
 
 def crowd(folder, processes, seconds):
-    children = [
-        forked(lambda seed=seed: one_of_a_crowd(folder, seed, seconds)) for seed in range(processes)
-    ]
+    works = [partial(one_of_a_crowd, folder, seed, seconds) for seed in range(processes)]
+    children = [forked(work) for work in works]
     counts = [json.loads(os.read(out, 10_000) or "null") for _, out in children]
     assert all(os.waitpid(pid, 0)[1] == 0 for pid, _ in children)
     return counts

@@ -32,30 +32,22 @@ def test_kills_leave_a_store_in_which_all_is_well(tmp_path, count):
     assert result["rebuilt"] == count // 20
 
 
-def crowd(folder, seconds):
-    results = lab("crowd", folder, 8, seconds)
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_8_processes_share_a_store(tmp_path, seconds):
+    results = lab("crowd", tmp_path / "store", 8, seconds)
     assert len(results) == 8 and all(result["puts"] > 0 for result in results)
     assert sum(result["hits"] for result in results) > 0
     assert [(result["wrong"], result["damaged"]) for result in results] == [(0, 0)] * 8
-    with DirectoryStore(folder) as store:
+    with DirectoryStore(tmp_path / "store") as store:
         assert store.stats().bytes <= 500_000 and store.gc(verify=True).damaged == 0
         assert all(store.get(key) is not None for key in store)
-
-
-def test_8_processes_share_a_store(tmp_path):
-    crowd(tmp_path / "store", 2)
-
-
-@pytest.mark.slow
-def test_8_processes_share_a_store_for_a_minute(tmp_path):
-    crowd(tmp_path / "store", 60)
 
 
 def test_a_kill_at_every_step_of_a_put(tmp_path):
     """Before the commit the old entry is there, afterwards the new one; never both, never none."""
     seen = lab("steps", tmp_path)
     assert len(seen) >= 7
-    assert all(rest == [["a"], ["blobs"], []] for rest in ([k, f, t] for k, _, f, t in seen))
+    assert all([keys, *rest] == [["a"], ["blobs"], []] for keys, _, *rest in seen)
     blobs = [blob for _, blob, _, _ in seen]
     assert blobs == sorted(blobs) and (blobs[0], blobs[-1]) == ("first", "second")
 
@@ -69,8 +61,7 @@ def test_gc_leaves_the_files_of_live_writers(tmp_path):
         dead = store._files.aside / "0123"
         dead.write_bytes(b"torn")
         report = other.gc()
-        assert (report.leftovers, report.freed) == (1, 4)
-        assert not dead.exists()
+        assert (report.leftovers, report.freed) == (1, 4) and not dead.exists()
 
 
 def test_gc_waits_for_a_put_between_its_rename_and_its_commit(tmp_path, monkeypatch):

@@ -167,9 +167,8 @@ def test_credentials_in_a_url_are_not_shown(url, monkeypatch):
 
         monkeypatch.setattr(store._fs, "pipe_file", fail)
         monkeypatch.setattr(store._fs, "cat_file", fail)
-        with pytest.raises(
-            StoreError, match=r"RuntimeError: 403, url='https://host/a\?...'"
-        ) as raised:
+        told = r"RuntimeError: 403, url='https://host/a\?...'"
+        with pytest.raises(StoreError, match=told) as raised:
             store.put("a", b"1")
         texts += traceback.format_exception_only(raised.value)
         assert raised.value.__cause__ is None and raised.value.__suppress_context__

@@ -144,40 +144,32 @@ def test_an_entry_is_at_most_a_quarter_of_the_buffer(cluster):
         assert large.get("a") == bytes(1 << 20)
 
 
-def test_a_cluster_without_memory_refuses(start_master):
-    master = start_master()
-    try:
-        with connect(master) as store:
-            with pytest.raises(StoreFull, match="segment_size="):
-                store.put("a", b"1")
-            assert store.get("a") is None and list(store) == []
-            with connect(master, segment_size=16 << 20):
-                store.put("a", b"1")
-                assert store.get("a") == b"1"
-    finally:
-        master.kill()
+def test_a_cluster_without_memory_refuses(master):
+    with connect(master) as store:
+        with pytest.raises(StoreFull, match="segment_size="):
+            store.put("a", b"1")
+        assert store.get("a") is None and list(store) == []
+        with connect(master, segment_size=16 << 20):
+            store.put("a", b"1")
+            assert store.get("a") == b"1"
 
 
-def test_a_full_cluster_drops_or_refuses(start_master):
+def test_a_full_cluster_drops_or_refuses(master):
     """Whatever can be read is right, and what was refused is not there."""
-    master = start_master()
-    try:
-        with connect(master, segment_size=16 << 20) as store:
-            refused = set()
-            for index in range(60):
-                try:
-                    store.put(f"k{index}", bytes([index]) * (1 << 20))
-                except StoreFull:
-                    refused.add(index)
-                else:
-                    assert store.get(f"k{index}") == bytes([index]) * (1 << 20)
-            found = {i: store.get(f"k{i}") for i in range(60)}
-            held = {index for index, blob in found.items() if blob is not None}
-            assert all(found[index] == bytes([index]) * (1 << 20) for index in held)
-            assert 5 < len(held) < 16 and refused and not held & refused
-            assert store.stats().damaged == 0
-            with pytest.raises(StoreFull):
-                store.put("large", bytes(17 << 20))
-            assert any(store.get(f"k{i}") is not None for i in held)
-    finally:
-        master.kill()
+    with connect(master, segment_size=16 << 20) as store:
+        refused = set()
+        for index in range(60):
+            try:
+                store.put(f"k{index}", bytes([index]) * (1 << 20))
+            except StoreFull:
+                refused.add(index)
+            else:
+                assert store.get(f"k{index}") == bytes([index]) * (1 << 20)
+        found = {i: store.get(f"k{i}") for i in range(60)}
+        held = {index for index, blob in found.items() if blob is not None}
+        assert all(found[index] == bytes([index]) * (1 << 20) for index in held)
+        assert 5 < len(held) < 16 and refused and not held & refused
+        assert store.stats().damaged == 0
+        with pytest.raises(StoreFull):
+            store.put("large", bytes(17 << 20))
+        assert any(store.get(f"k{i}") is not None for i in held)

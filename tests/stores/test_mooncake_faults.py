@@ -19,13 +19,6 @@ from kvpact.stores import BackgroundStore, MooncakeStore, StoreWarning
 pytestmark = pytest.mark.timeout(120)  # none of these may hang
 
 
-@pytest.fixture
-def master(start_master):
-    master = start_master()
-    yield master
-    master.kill()
-
-
 def connect(master, **options):
     return MooncakeStore(master.url, **{"timeout": 20.0, "retry_after": 0.0} | options)
 
@@ -136,10 +129,8 @@ def test_a_process_that_is_killed_takes_its_client_along(master):
         "print(store._client.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", code, master.url], stdin=pipe, stdout=pipe
-    ) as process:
+    command, pipe = [sys.executable, "-c", code, master.url], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         client = int(process.stdout.readline())
         process.kill()
     end = time.monotonic() + 60

@@ -194,24 +194,17 @@ def certificate(tmp_path_factory):
     def make(folder):
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvpact test")])
-        now = datetime.datetime.now(datetime.UTC)
+        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(key, hashes.SHA256())
+        hour, number = datetime.timedelta(hours=1), x509.random_serial_number()
+        builder = x509.CertificateBuilder(
+            name, name, key.public_key(), number, now - hour, now + hour
         )
-        pem = serialization.Encoding.PEM
+        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(True, 0), critical=True)
+        pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
         files = {"cert": folder / "cert.pem", "key": folder / "key.pem"}
-        files["cert"].write_bytes(made.public_bytes(pem))
-        plain = serialization.NoEncryption()
+        files["cert"].write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
         form = serialization.PrivateFormat.PKCS8
         files["key"].write_bytes(key.private_bytes(pem, form, plain))
         return files
@@ -227,15 +220,12 @@ def test_tls_and_certificates_are_checked(certificate, tmp_path, start_server):
             store.put("a", b"1")
             assert store.get("a") == b"1"
         for options in ({"ca_certs": str(other["cert"])}, {}):
-            with (
-                pytest.warns(StoreWarning, match=r"(?i)certificate"),
-                connect(server, **options) as store,
-            ):
+            told = pytest.warns(StoreWarning, match=r"(?i)certificate")
+            with told, connect(server, **options) as store:
                 assert store.get("a") is None
         with pytest.warns(StoreWarning, match="taken as a miss"):  # without TLS
-            RedisStore(
-                server.url.replace("rediss", "redis"), password=server.password, timeout=5.0
-            ).close()
+            url = server.url.replace("rediss", "redis")
+            RedisStore(url, password=server.password, timeout=5.0).close()
     finally:
         server.kill()
 

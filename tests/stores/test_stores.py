@@ -48,6 +48,9 @@ class TestFsspecFiles(TestFsspecMemory):
         return FsspecStore(f"file://{place}/store", **options)
 
 
+SECRET = secrets.token_bytes(32)
+
+
 class Around:
     """Of a store around another one, which holds the records."""
 
@@ -63,9 +66,6 @@ class TestBackgroundStore(Around, TestDirectoryStore):
 class TestRefusingBackgroundStore(Around, TestMemoryStore):
     def make_store(self, place, **options):
         return BackgroundStore(super().make_store(place, **options), on_full="refuse")
-
-
-SECRET = secrets.token_bytes(32)
 
 
 class TestEncryptedStore(Around, TestMemoryStore):

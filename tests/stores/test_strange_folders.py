@@ -8,6 +8,8 @@ import pytest
 from kvpact.errors import FormatError, StoreError
 from kvpact.stores import DirectoryStore, MemoryStore, StoreWarning
 
+pytestmark = pytest.mark.timeout(20)
+
 
 @pytest.fixture
 def pipe_for_entry(tmp_path):
@@ -22,7 +24,6 @@ def pipe_for_entry(tmp_path):
     return path
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_the_place_of_an_entry_is_a_damaged_entry(pipe_for_entry):
     with DirectoryStore(pipe_for_entry) as store:
         with pytest.warns(StoreWarning, match="a was changed"):
@@ -31,7 +32,6 @@ def test_a_pipe_in_the_place_of_an_entry_is_a_damaged_entry(pipe_for_entry):
         assert sorted(store.keys()) == ["b"] and store.get("b") == b"two"
 
 
-@pytest.mark.timeout(20)
 def test_gc_and_a_new_index_do_not_wait_for_a_pipe(pipe_for_entry):
     with DirectoryStore(pipe_for_entry) as store:
         report = store.gc(verify=True)
@@ -43,7 +43,6 @@ def test_gc_and_a_new_index_do_not_wait_for_a_pipe(pipe_for_entry):
         assert store.get("b") == b"two"
 
 
-@pytest.mark.timeout(20)
 def test_a_link_in_the_place_of_an_entry_is_not_followed(tmp_path):
     with DirectoryStore(tmp_path / "store") as store:
         store.put("a", b"one")
@@ -55,7 +54,6 @@ def test_a_link_in_the_place_of_an_entry_is_not_followed(tmp_path):
     assert (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_the_place_of_the_marker_is_refused(tmp_path):
     DirectoryStore(tmp_path / "store").close()
     marker = tmp_path / "store" / "kvpact-store.json"

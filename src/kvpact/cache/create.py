@@ -73,9 +73,9 @@ def create_cache(
         Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one; or a share
         (``"25%"``) of what one row takes in 16 bits with `context` tokens. It begins with
         `spec`. Where that would take more, the K or the V of a layer, one after the other, is
-        compressed again by a next rung, in the same call (see `kvpact.cache.budget`). At the last
-        rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A recipe
-        with a ``ladder`` says which ones cost least; without one all count the same.
+        compressed again by a next rung, in the same call (`kvpact.cache.budget.ladder`). At the
+        last rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A
+        recipe with a ``ladder`` says which ones cost least; without one all count the same.
     rungs : sequence of specs, optional
         The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 6,
         4, 3 and 2 bits where these are fewer.

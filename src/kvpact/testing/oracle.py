@@ -1,7 +1,7 @@
 """The specification of appends and rollbacks: what a stream holds, in the simplest form.
 
 `StreamOracle` keeps plain tensors and quantises every token exactly once. The state machines of the
-tests compare caches with it after every step; `Stream` in `kvpact.cache.stream` does the same
+tests compare caches with it after every step; `Stream` (`kvpact/cache/stream/stream.py`) does it
 with packed slots, shared segments and a short tail.
 """
 

@@ -35,7 +35,7 @@ def differences(
     return [text for text in found if text]
 
 
-CASES = [
+@pytest.mark.parametrize(("spec", "side", "dim", "start", "end", "dtype"), one_per_form([
     (spec, side, dim, *place, dtype)
     for (spec, side), dim, place, dtype in zip(
         itertools.product(FORMATS, "kv"),
@@ -44,10 +44,7 @@ CASES = [
         itertools.cycle(DTYPES),
         strict=False,
     )
-]
-
-
-@pytest.mark.parametrize(("spec", "side", "dim", "start", "end", "dtype"), one_per_form(CASES))
+]))  # fmt: skip
 def test_every_format(spec, side, dim, start, end, dtype):
     assert differences(spec, side, dim, start, end, dtype) == []
 

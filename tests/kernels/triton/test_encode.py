@@ -25,7 +25,7 @@ def encoder(codec) -> TritonEncoder:
     return TritonEncoder(codec)
 
 
-CASES = [
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form([
     (spec, side, dim, *place)
     for (spec, side), dim, place in zip(
         itertools.product(COVERED, "kv"),
@@ -33,10 +33,7 @@ CASES = [
         itertools.cycle(encode_compare.PLACES[:5]),
         strict=False,
     )
-]
-
-
-@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form(CASES))
+]))  # fmt: skip
 def test_every_format(spec, side, dim, count, start, dtype):
     (tokens,), start = encode_compare.random_pieces(spec, side, dim, count, start, dtype)
     assert encode_compare.compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
@@ -78,17 +75,11 @@ def test_pieces_are_the_whole(spec, side, counts, start):
 
 
 SPECIAL_CASES = (
-    ("turboquant:bits=4", "k"),
-    ("int:bits=8", "v"),
-    ("int:bits=4,group=48", "k"),
-    ("int:bits=6,zero=true", "v"),
-    ("fp8", "k"),
-    ("kivi:bits=4,group=64", "k"),
-    ("turboquant:bits=3,scale=unbiased", "v"),
-    ("turboquant:bits=2,center=128,scale=l2", "k"),
-    ("int:bits=3,zero=true,rotate=true", "v"),
-    ("fp8:scale=none,format=e5m2", "v"),
-)
+    ("turboquant:bits=4", "k"), ("int:bits=8", "v"), ("int:bits=4,group=48", "k"),
+    ("int:bits=6,zero=true", "v"), ("fp8", "k"), ("kivi:bits=4,group=64", "k"),
+    ("turboquant:bits=3,scale=unbiased", "v"), ("turboquant:bits=2,center=128,scale=l2", "k"),
+    ("int:bits=3,zero=true,rotate=true", "v"), ("fp8:scale=none,format=e5m2", "v"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "side"), [

@@ -37,15 +37,9 @@ def test_it_is_the_torch_body(q_heads, rules):
 
 
 @pytest.mark.parametrize("options", [
-    {"dtype": torch.float32},
-    {"dim": 20},
-    {"dim": 320},
-    {"queries": 4},
-    {"padding": torch.tensor([0, 3])},
-    {"softcap": 2.0},
-    {"sliding_window": 3},
-    {"sink_logits": torch.zeros(6)},
-    {"mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)},
+    {"dtype": torch.float32}, {"dim": 20}, {"dim": 320}, {"queries": 4},
+    {"padding": torch.tensor([0, 3])}, {"softcap": 2.0}, {"sliding_window": 3},
+    {"sink_logits": torch.zeros(6)}, {"mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)},
 ], ids=str)  # fmt: skip
 def test_others_are_left_to_the_general_kernel(options):
     assert not is_plain_prompt(call(**options))

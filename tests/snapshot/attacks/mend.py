@@ -46,11 +46,8 @@ def edited(data: bytes, edits: bytes) -> bytes:
         places = list(_places({"manifest": manifest, "tensors": tensors}))[2:]
         holder, key = places[where % len(places)]
         holder[key] = VALUES[what % len(VALUES)]
-    header = {
-        "__metadata__": {**header["__metadata__"], "manifest": dump_json(manifest)},
-        **tensors,
-    }
-    text = dump_json(header).encode()
+    metadata = {**header["__metadata__"], "manifest": dump_json(manifest)}
+    text = dump_json({"__metadata__": metadata, **tensors}).encode()
     text += b" " * (-len(text) % 8)
     return mended(len(text).to_bytes(8, "little") + text + data[end:])
 

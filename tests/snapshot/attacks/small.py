@@ -21,6 +21,5 @@ def small_snapshot() -> Snapshot:
     cache = create_cache(SPEC, GEOMETRY)
     for layer in range(2):
         cache.prefill(layer, *tokens(TOKENS, layer))
-    return cache.snapshot(
-        token_ids=torch.arange(TOKENS), identity=Identity(model="m", tenant="t"), page_size=32
-    )
+    identity = Identity(model="m", tenant="t")
+    return cache.snapshot(token_ids=torch.arange(TOKENS), identity=identity, page_size=32)

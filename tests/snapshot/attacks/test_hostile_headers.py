@@ -2,12 +2,13 @@
 
 import json
 import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvpact import Snapshot
+from kvpact import CacheGeometry, Snapshot, create_cache
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.snapshot.container import Container, _root
 from kvpact.snapshot.header import MAX_HEADER, dump_json
@@ -82,20 +83,25 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@contextmanager
+def no_more_memory_than(most: int):
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=list(HOSTILE))
 def test_refused_without_memory(data: bytes, tmp_path: Path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
-    tracemalloc.start()
-    try:
-        for read in (lambda: Snapshot.from_bytes(data), lambda: Snapshot.open(path)):
-            tracemalloc.reset_peak()
-            with pytest.raises(FormatError):
-                read()
-            # The header itself is read, and parsed at about 30 times its size at worst.
-            assert tracemalloc.get_traced_memory()[1] < 1_000_000 + 40 * min(len(data), MAX_HEADER)
-    finally:
-        tracemalloc.stop()
+    for read in (lambda: Snapshot.from_bytes(data), lambda: Snapshot.open(path)):
+        # The header itself is read, and parsed at about 30 times its size at worst.
+        most = 1_000_000 + 40 * min(len(data), MAX_HEADER)
+        with no_more_memory_than(most), pytest.raises(FormatError):
+            read()
 
 
 def forged(manifest: object, table: int = 0, version: str = "1", kind: str = "kvpact.snapshot"):
@@ -112,8 +118,6 @@ def forged(manifest: object, table: int = 0, version: str = "1", kind: str = "kv
 
 @pytest.fixture(scope="module")
 def manifest() -> dict:
-    from kvpact import CacheGeometry, create_cache
-
     snapshot = create_cache("int:bits=4", CacheGeometry(1, 1, 4)).snapshot()
     return json.loads(dump_json(snapshot._container.manifest))
 
@@ -126,58 +130,27 @@ def test_a_forged_file_that_is_right_is_read(manifest: dict):
 
 
 @pytest.mark.parametrize("change", [
-    {"sections": [[HUGE, [0]]]},
-    {"sections": [[2, [HUGE]]]},
-    {"sections": [[-2, [0]]]},
-    {"sections": [[2, [-1]]]},
-    {"sections": [[1, [True, 0]]]},
-    {"sections": [[HUGE, []]]},
-    {"sections": [1, 2]},
-    {"sections": None},
-    {"sections": [[2, [0]]]},
-    {"batch": HUGE},
-    {"batch": -1},
-    {"batch": True},
-    {"page_size": 0},
-    {"page_size": HUGE},
-    {"page_size": 1.5},
-    {"pages": HUGE},
-    {"pages": 1},
-    {"begin": 1},
-    {"begin": -64},
-    {"slots": "1"},
-    {"geometry": {"num_layers": HUGE}},
-    {"geometry": {}},
-    {"geometry": []},
-    {"layers": []},
-    {"layers": [{"spec": 9}]},
-    {"layers": [{"spec": -1}]},
-    {"layers": [{"spec": 0, "k": 1, "v": 1, "dtype": "F16"}]},
-    {"layers": [[]]},
-    {"layers": {"0": 1}},
-    {"layout": 3},
-    {"specs": "int"},
-    {"paddings": [[1, 2]]},
+    {"sections": [[HUGE, [0]]]}, {"sections": [[2, [HUGE]]]}, {"sections": [[-2, [0]]]},
+    {"sections": [[2, [-1]]]}, {"sections": [[1, [True, 0]]]}, {"sections": [[HUGE, []]]},
+    {"sections": [1, 2]}, {"sections": None}, {"sections": [[2, [0]]]}, {"batch": HUGE},
+    {"batch": -1}, {"batch": True}, {"page_size": 0}, {"page_size": HUGE}, {"page_size": 1.5},
+    {"pages": HUGE}, {"pages": 1}, {"begin": 1}, {"begin": -64}, {"slots": "1"},
+    {"geometry": {"num_layers": HUGE}}, {"geometry": {}}, {"geometry": []}, {"layers": []},
+    {"layers": [{"spec": 9}]}, {"layers": [{"spec": -1}]},
+    {"layers": [{"spec": 0, "k": 1, "v": 1, "dtype": "F16"}]}, {"layers": [[]]},
+    {"layers": {"0": 1}}, {"layout": 3}, {"specs": "int"}, {"paddings": [[1, 2]]},
     {"paddings": [[-1]]},
     {"fields": [[{"dtype": "I32", "name": "x", "shape": [HUGE], "tokens": 32}]]},
     {"fields": [[{"dtype": "I32", "name": "x", "shape": [1], "tokens": 0}]]},
-    {"fields": [[{"dtype": "I99", "name": "x", "shape": [1], "tokens": 32}]]},
-    {"fields": [1]},
-    {"identity": {"model": "x" * 2000, "adapter": None, "tenant": None}},
-    {"identity": None},
-    {"token_hash": 1},
-    {"unknown": 1},
+    {"fields": [[{"dtype": "I99", "name": "x", "shape": [1], "tokens": 32}]]}, {"fields": [1]},
+    {"identity": {"model": "x" * 2000, "adapter": None, "tenant": None}}, {"identity": None},
+    {"token_hash": 1}, {"unknown": 1},
 ], ids=str)  # fmt: skip
 def test_a_manifest_with_right_checksums_and_wrong_contents(change: dict, manifest: dict):
     wrong = {**manifest, "sections": [[1, [0, 0]], [0, [0]]], **change}
     data = forged(dict(sorted(wrong.items())), table=2)
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError):
-            Snapshot.from_bytes(data)
-        assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    finally:
-        tracemalloc.stop()
+    with no_more_memory_than(1_000_000), pytest.raises(FormatError):
+        Snapshot.from_bytes(data)
 
 
 @pytest.mark.parametrize(("version", "kind"), [("6", "kvpact.snapshot"), ("1", "other"), ("", "")])
@@ -196,8 +169,6 @@ def test_every_key_of_a_manifest_is_needed(manifest: dict):
 
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_manifest_of_unlike_numbers_of_k_and_v_is_refused(side: str):
-    from kvpact import CacheGeometry, create_cache
-
     cache = create_cache("int:bits=4", CacheGeometry(1, 1, 4))
     cache.prefill(0, torch.ones(1, 1, 9, 4), torch.ones(1, 1, 9, 4))
     known = json.loads(dump_json(cache.snapshot()._container.manifest))

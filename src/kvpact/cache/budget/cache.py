@@ -10,13 +10,10 @@ from kvpact.cache.batch.contiguous import ContiguousCache
 from kvpact.cache.budget.budget import Budget
 from kvpact.cache.budget.ladder import Schedule
 from kvpact.cache.budget.layer import BudgetLayer, put_on_rung
-from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.modes import detached
-from kvpact.cache.stream.codecs import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import BudgetExceeded
-from kvpact.geometry import CacheGeometry, check_count
-from kvpact.kernels import Compute
+from kvpact.geometry import check_count
 from kvpact.snapshot.state import CacheState, LayerState
 from kvpact.spec import Spec
 
@@ -26,21 +23,11 @@ class BudgetCache(ContiguousCache):
 
     layer_type = BudgetLayer
     _layers: list[BudgetLayer]  # type: ignore[assignment]
+    _schedule: Schedule | None = None
 
-    def __init__(
-        self,
-        budget: Budget,
-        specs: list[Spec],
-        geometry: CacheGeometry,
-        max_tokens: int | None = None,
-        calibration: Calibration | None = None,
-        compute: Compute | None = None,
-        key_offsets: KeyOffsets | None = None,
-    ) -> None:
-        super().__init__(specs, geometry, max_tokens, calibration, compute, key_offsets)
-        self.budget, self._schedule = budget, None
-
-    _schedule: Schedule | None
+    def __init__(self, budget: Budget, *given: Any) -> None:
+        self.budget = budget
+        super().__init__(*given)
 
     @property
     def specs(self) -> list[Spec]:

@@ -37,7 +37,7 @@ from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Method
 from kvpact.spec import Spec
-from kvpact.units import QUERIES, StreamFacts
+from kvpact.units import QUERIES, StreamFacts, unit_of
 
 PER_BIT = 3.65
 AHEAD = 64
@@ -170,7 +170,7 @@ class Schedule:
 @lru_cache(maxsize=1 << 14)
 def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int) -> int:
     """Return the most bytes of a stream of up to so many tokens, with what a tail leaves room."""
-    unit = max(facts.group, 32) if facts.window else facts.group
+    unit = unit_of(facts.group, facts.window)
     whole = tokens // unit * unit
     ends = [x + facts.window % unit for x in (whole - 1, whole - unit - 1)] + [whole - 1]
     counts = {tokens, *(x for x in ends if 0 < x < tokens)}

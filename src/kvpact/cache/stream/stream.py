@@ -155,8 +155,7 @@ class Stream(NamedTuple):
         if not tokens or self.tail_start == held or self.spare >= room:
             return self._replace(store=store)
         now = Advance(self.packed, self.tail_start, held, room, False)
-        none = self.memory.tensor[:, :, :0]
-        memory = next_memory(self.memory, held, none, now)
+        memory = next_memory(self.memory, held, self.memory.tensor[:, :, :0], now)
         return self._replace(store=store, memory=memory, spare=room)
 
     def decoded(self, start: int, end: int, padding: Tensor | None) -> Tensor:
@@ -205,8 +204,9 @@ class Stream(NamedTuple):
         cut = packed % group
         if cut and packed < end:
             begin, packed = packed, packed + group - cut
-            rest = plan.prepare(self._tokens(x, coded, begin, packed), self._group_at(begin))
-            pieces.append(Piece(begin, packed, *rest))
+            rest = self._tokens(x, coded, begin, packed)
+            encoder, prepared = plan.prepare(rest, self._group_at(begin))
+            pieces.append(Piece(begin, packed, encoder, prepared))
         special = min(-(-context.end // group) * group, end) if group > 1 else 0
         if special > packed:  # groups with sinks or padding
             whole = self._tokens(x, coded, packed, special)
@@ -219,8 +219,8 @@ class Stream(NamedTuple):
             pieces.append(Piece(packed, special, *plan.prepare(ordinary, size=size)))
             packed = special
         if end > packed:
-            rest = plan.prepare(self._tokens(x, coded, packed, end), size=size)
-            pieces.append(Piece(packed, end, *rest))
+            encoder, prepared = plan.prepare(self._tokens(x, coded, packed, end), size=size)
+            pieces.append(Piece(packed, end, encoder, prepared))
         return pieces
 
     @property
@@ -269,9 +269,8 @@ class Stream(NamedTuple):
         if not start or not self.num_sinks:
             return self.sinks
         if self.sinks is None:
-            count, alone = self.num_sinks, padding is None and not self.length
-            whole = alone and x.shape[2] >= count
-            return x[:, :, :count].clone() if whole else self.first_tokens(padding, x)
+            whole = padding is None and not self.length and x.shape[2] >= self.num_sinks
+            return x[:, :, : self.num_sinks].clone() if whole else self.first_tokens(padding, x)
         positions, end = self.sink_positions(padding)
         if self.length >= end:
             return self.sinks
@@ -292,8 +291,10 @@ class Stream(NamedTuple):
         """Return what attention sees; `check` raises once the slots lie there no more."""
         positions, end = (None, 0) if self.sinks is None else self.sink_positions(padding)
         start, window = self.tail_start, WAITING if self.window else 0
-        exact = self.codec, self.store.source(), start, self.tail, self.sinks
-        return StreamView(*exact, positions, end, check, self.offset, window)
+        codec, source, tail, sinks = self.codec, self.store.source(), self.tail, self.sinks
+        return StreamView(
+            codec, source, start, tail, sinks, positions, end, check, self.offset, window
+        )
 
     def truncate(self, length: int, padding: Tensor | None) -> Stream:
         """Return the stream without the tokens from `length` on; their slots are to be cleared."""
@@ -392,6 +393,8 @@ class AppendPlan(NamedTuple):
 
     def write(self) -> Stream:
         """Write the new slots, after all that is held now; some may be written if it raises."""
-        for piece in self.pieces:
-            piece.encoder.write(piece.prepared, self.after.store.source(), piece.start)
+        if self.pieces:
+            source = self.after.store.source()
+            for piece in self.pieces:
+                piece.encoder.write(piece.prepared, source, piece.start)
         return self.after

@@ -20,7 +20,7 @@ from kvpact.kernels.base import Prepared
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, CodecArguments, exact_tokens
-from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_GROUP, EncodeArgs
+from kvpact.kernels.cpu.structs import CHOICES, ENCODERS, MOST_GROUP, EncodeArgs
 from kvpact.kernels.sources import SegmentSource, WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.methods import Codec
@@ -46,7 +46,7 @@ class CodecEncoder(CodecArguments):
         if form.group > 1 and MOST_GROUP % form.group:
             self.reason = self.reason or f"groups of {form.group} tokens"
         self.limit = form.limit
-        args.kind = ENCODINGS[form.encoder]
+        args.kind = ENCODERS[form.encoder]
         args.choice = CHOICES.get(form.levels.number or form.rule, 0)
         args.by_channel = self.by_channel
         if form.encoder == "codebook":

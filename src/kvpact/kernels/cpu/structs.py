@@ -24,12 +24,9 @@ _TYPES: dict[str, Any] = {
 
 ABI, MOST_DIM, MOST_GROUP = (_NUMBERS[name] for name in ("ABI", "MOST_DIM", "MOST_GROUP"))
 F32, F16, BF16 = (_NUMBERS[name] for name in ("F32", "F16", "BF16"))
-KINDS = {kind: _NUMBERS[kind.upper()] for kind in ("table", "linear", "raw", "e4m3", "e5m2")}
-KINDS["trellis"] = _NUMBERS["TRELLIS_CODES"]
-ENCODINGS = {
-    kind: _NUMBERS[kind.upper()]
-    for kind in ("codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis")
-}
+ENCODERS = {name.lower(): number for name, number in _NUMBERS.items()}
+"""Kinds of encoding, and other names of the header."""
+KINDS = {**ENCODERS, "trellis": _NUMBERS["TRELLIS_CODES"]}
 CHOICES = {
     "ls": _NUMBERS["LEAST_SQUARES"],
     "l2": _NUMBERS["NORM"],

@@ -1,1 +1,1 @@
-"""Layers of transformers' caches over kvpact's: full, sliding, latent, indexed, values alone."""
+"""Layers of transformers' caches over kvpact's, one kind of attention per file."""

@@ -1,4 +1,4 @@
-"""kvpact's candidates of `attend.py`: rings of caches, and plain reads of the same bytes."""
+"""The candidates of `attend.py`: rings of caches, plain reads of the same bytes, and torch's."""
 
 import math
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import runner
 import torch
 from runner import Call
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.cache.layer.layer import CacheLayer
@@ -27,6 +28,10 @@ OURS = {
     "centred 4": "turboquant:bits=4,center=64",
     PAGED: "turboquant:bits=4",
 }
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUICK = ("sdpa fp32", "matmul fp32", "matmul bf16")
+TORCH = ("sdpa", "matmul")
 
 
 def copies(size: int, ring: int) -> int:
@@ -57,11 +62,8 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     generator = torch.Generator().manual_seed(tokens)
     cache = runner.filled(create_cache(spec, geometry, backend="cpu"), tokens)
     held = held_by(cache)
-    if name == PAGED:
-        count = copies(held, ring)
-        views = paged_views(spec, geometry, tokens, count, generator)
-    else:
-        views = views_of(cache, ring)
+    given = spec, geometry, tokens, copies(held, ring), generator
+    views = paged_views(*given) if name == PAGED else views_of(cache, ring)
     q = torch.randn(1, heads * groups, 1, dim, generator=generator)
     new = torch.randn(1, heads, 1, dim, generator=generator)
     calls = calls_of(views, new, new, q)
@@ -128,3 +130,56 @@ def paged_views(
             cache.append(0, {seq: (k, v)})
     layers = [cache.layer_of(seq, 0) for seq in seqs]
     return [past(layer) for layer in layers]
+
+
+def is_torch(name: str) -> bool:
+    """Return whether a candidate is one of torch's."""
+    return name.startswith(TORCH)
+
+
+def hopeless(times: dict[str, list[float]]) -> set[str]:
+    """Return torch's candidates that take five times as long as its best one.
+
+    They are not what anything is compared with, and would take most of the time.
+    """
+    torches = {name: min(found) for name, found in times.items() if is_torch(name)}
+    return {name for name, found in torches.items() if found > 5 * min(torches.values())}
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return attention as two matrix products per KV head: what torch is fast at."""
+    return ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def torch_calls(tokens: int, shape: str, ring: int, compiled: bool) -> dict[str, list[Call]]:
+    """Return torch's candidates, a call per cache of the ring."""
+    calls: dict[str, list[Call]] = {}
+    if compiled:  # code that was compiled for another number of threads has that number in it
+        torch.compiler.reset()
+    for name in DTYPES:
+        pairs, q = exact_ring(name, tokens, shape, ring)
+        rows = q.view(1, SHAPES[shape][0], -1, q.shape[-1])
+        calls[f"sdpa {name}"] = [
+            lambda k=k, v=v, q=q: scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            for k, v in pairs
+        ]
+        calls[f"matmul {name}"] = [lambda k=k, v=v, q=rows: grouped(q, k, v) for k, v in pairs]
+        if compiled and name != "fp16":
+            fast = torch.compile(grouped, dynamic=False)
+            fast(rows, *pairs[0])
+            calls[f"matmul {name}, compiled"] = [
+                lambda k=k, v=v, q=rows, fast=fast: fast(q, k, v) for k, v in pairs
+            ]
+    return calls
+
+
+def exact_ring(
+    name: str, tokens: int, shape: str, ring: int
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
+    """Return K and V of each cache of the ring, and q, in the dtype of that name."""
+    heads, groups, dim = SHAPES[shape]
+    dtype, generator = DTYPES[name], torch.Generator().manual_seed(tokens)
+    k, v = (torch.randn(1, heads, tokens, dim, generator=generator).to(dtype) for _ in "kv")
+    count = copies(k.nbytes + v.nbytes, ring)
+    pairs = [(k, v)] + [(k.clone(), v.clone()) for _ in range(count - 1)]
+    return pairs, torch.randn(1, heads * groups, 1, dim, generator=generator).to(dtype)
