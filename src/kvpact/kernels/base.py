@@ -227,7 +227,7 @@ def can_step(call: AttendCall) -> bool:
 
 
 class StepRow(NamedTuple):
-    """A layer's step: what carries it out, the tokens held, and how K and V take the new ones."""
+    """A layer's step: its runner, the tokens held, and how K and V take the new ones."""
 
     runner: StepRunner
     held: int
@@ -335,7 +335,7 @@ class Backend(Protocol):
         copy_slots(source, pick, out)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
-        """Return what carries out steps like `call` at once; None where there is no such thing.
+        """Return a runner of steps like `call`; None where there is none.
 
         `call`: its view is of the slots that the steps read and write. `good`: given where checks
         are deferred: 0-d bool, whether all that is held passed them.
@@ -349,7 +349,7 @@ class Backend(Protocol):
         q: Tensor | None,
         seen: tuple[int, int],
     ) -> PromptRunner | None:
-        """Return what stores first tokens like those at once; None where there is no such thing.
+        """Return a runner that stores such first tokens at once; None where there is none.
 
         `codecs`: as they are before; that of K may be going to learn, from the queries `q` from the
         first one of `seen` to the one before the last, where they are given.

@@ -52,7 +52,7 @@ CHECKS = ("now", "deferred")
 
 
 def choose(backend: str = "auto", check: str = "now") -> Compute:
-    """Return what computes for a cache.
+    """Return the `Compute` of a cache.
 
     `backend`: who computes. By name it computes everything or raises; ``auto`` takes, operation by
     operation, the first backend that covers it, torch at last. `check`: when NaN, infinity

@@ -133,7 +133,7 @@ class Compute:
         )
 
     def stream(self, codec: Codec, device: torch.device, dtype: torch.dtype) -> StreamPlan:
-        """Return who encodes and decodes one stream. Raises `BackendUnavailable`."""
+        """Return the plan of one stream. Raises `BackendUnavailable`."""
         if codec.state():
             return StreamPlan(self, codec, device, dtype)
         known = codec, device, dtype
@@ -144,7 +144,7 @@ class Compute:
     def plan(
         self, k: StreamPlan, v: StreamPlan, offset: bool = False, latent: bool = False
     ) -> Plan:
-        """Return who computes for a layer, with `offset` and `latent` as in `backend`."""
+        """Return the plan of a layer, with `offset` and `latent` as in `backend`."""
         if k.before is not None:
             return self.plan(k.before, v, offset, latent).after(k)
         known = k, v, offset, latent
@@ -333,7 +333,7 @@ class Plan:
         return torch.cat(outputs)
 
     def _for_new(self, call: AttendCall) -> Backend:
-        """Return who attends over a prompt without a past, whatever the codecs are."""
+        """Return the backend that attends over a prompt without a past, whatever the codecs are."""
         if self._new is None:
             assert call.k is not None and call.v is not None
             dim, device = max(call.k.shape[3], call.v.shape[3]), self.k.device
@@ -347,7 +347,7 @@ class Plan:
     def prompt(
         self, sides: tuple[PromptSide, PromptSide], q: Tensor | None, seen: tuple[int, int]
     ) -> PromptRunner | None:
-        """Return what stores first tokens like those at once, where one backend does it all."""
+        """Return the runner that stores such first tokens, where one backend does it all."""
         codecs = self.k.codec, self.v.codec
         return self._attend.prompt(codecs, sides, q, seen) if self.one_backend else None
 
@@ -377,7 +377,7 @@ class Plan:
         self.compute.counts.add(self._name, **operations)
 
     def explain(self) -> list[Line]:
-        """Return who does what, and why no better backend."""
+        """Return which backend does what, and why no better one."""
         chosen: list[tuple[Operation, str, Backend]] = [("attend", "", self._attend)]
         for side, plan in ((" k", self.k), (" v", self.v)):
             chosen += [("encode", side, plan._encode), ("decode", side, plan._decode)]

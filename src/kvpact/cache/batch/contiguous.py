@@ -340,7 +340,7 @@ class ContiguousCache(Evictable, BatchRows):
 
     @detached
     def restore_state(self, held: CacheState, device: torch.device | str | None = None) -> None:
-        """Hold what a state says; every layer is checked and built before any of them changes."""
+        """Restore a state; every layer is checked and built before any of them changes."""
         check_fits(held, self.geometry)
         if self.max_tokens is not None and held.tokens > self.max_tokens:
             raise CacheFull(f"{held.tokens} tokens, {self.max_tokens} allowed")

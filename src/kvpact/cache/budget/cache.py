@@ -68,7 +68,7 @@ class BudgetCache(ContiguousCache):
 
     @detached
     def restore_state(self, held: CacheState, device: Any = None) -> None:
-        """Hold what a state says; every layer is checked and built before any of them changes."""
+        """Restore a state; every layer is checked and built before any of them changes."""
         super().restore_state(held, device)
         for x in [layer.k.tail for layer in self._layers if layer.k is not None][:1]:
             self._schedule = self.budget.schedule(self.geometry, held.batch, x.dtype)

@@ -58,7 +58,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which spec each layer has at which length, within a `budget` of bytes, for so many rows.
+    """The spec of each layer by length, within a `budget` of bytes, for so many rows.
 
     - `layers`: of each layer, by length; the first one is at 0 tokens.
     - `max_tokens`: that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.

@@ -116,7 +116,7 @@ class BudgetLayer(CacheLayer):
         return (held.descent and held.descent.ahead) or held.k
 
     def knows_positions(self) -> bool:
-        """Return whether keys are stored without something that depends on positions, or will be."""
+        """Return whether keys lack, or will lack, something that depends on positions."""
         if self.k is None or super().knows_positions():
             return self.k is not None
         like = self.k.memory.tensor

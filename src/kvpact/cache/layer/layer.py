@@ -270,7 +270,7 @@ class CacheLayer:
         return held.k
 
     def knows_positions(self) -> bool:
-        """Return whether keys are stored without something that depends on positions, or will be."""
+        """Return whether keys lack, or will lack, something that depends on positions."""
         return self.k is not None and self.k.offset is not None
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:

@@ -279,7 +279,7 @@ class PagedView(BatchRows):
         self.restore_state(state_of(snapshot))
 
     def restore_state(self, held: CacheState) -> None:
-        """Hold what a state says; see `restore`."""
+        """Restore a state; see `restore`."""
         rows = list(range(held.batch))
         if self._owns:
             old, self.seqs = self.seqs, self.cache.restore_state(held, rows) or None

@@ -1,4 +1,4 @@
-"""Names and signatures of the installed transformers: the one place that asks for them.
+"""Names and signatures of the installed transformers, asked for in this one place.
 
 All else imports the engine's names from here and speaks as its newest version does. What can be
 asked by its form, a signature or an attribute, is; what a version lacks is refused by the name of

@@ -82,7 +82,7 @@ class CpuBackend(Backend):
         gather(source, pick, out)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
-        """Return what carries out steps like a call, each in one native call."""
+        """Return a runner of steps like a call, each in one native call."""
         return CpuStep(library(), call) if covers(call) else None
 
     def prompt(
@@ -92,7 +92,7 @@ class CpuBackend(Backend):
         q: Tensor | None,
         seen: tuple[int, int],
     ) -> CpuPrompt | None:
-        """Return what stores first tokens in one native call."""
+        """Return a runner that stores first tokens in one native call."""
         known = covers_prompt(codecs, sides, q)
         return CpuPrompt(library(), codecs, sides, q, seen) if known else None
 

@@ -132,7 +132,7 @@ class Hold:
         self._end = ref(tensor, gone)
 
     def stored(self, last: bool) -> None:
-        """Say that a layer's tokens are stored; `last`: no other layer follows."""
+        """Note that a layer's tokens are stored; `last`: no other layer follows."""
         if last and self._on and (self._end is None or self._end() is None):
             self.release()
 

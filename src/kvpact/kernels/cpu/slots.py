@@ -78,7 +78,7 @@ class CodecArguments:
         return found
 
     def after(self, codec: Codec, arguments: trellis.TrellisArguments) -> None:
-        """Know a codec of trellises that has learnt, from the one before."""
+        """Take over a codec of trellises that has learnt, from the one before."""
         other = self.made[codec] = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.args, other.learnt = type(self.args).from_buffer_copy(self.args), True

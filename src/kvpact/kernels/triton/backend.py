@@ -132,7 +132,7 @@ class TritonBackend(Backend):
             return attend_triton(calls)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
-        """Return what carries out steps on the device, where checks are deferred."""
+        """Return a runner of steps on the device, where checks are deferred."""
         from kvpact.kernels.triton.step.step import TritonStep, covers
 
         return TritonStep(call, good) if good is not None and covers(call) else None
