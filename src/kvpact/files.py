@@ -46,7 +46,7 @@ def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 
 
 def write_atomic(path: str | PathLike[str], data: Any) -> None:
-    """Write a file (mode 0600) that nobody ever sees half: in its folder, synced, then renamed.
+    """Write a file (mode 0600) that nobody ever sees half: a temporary one, synced, then renamed.
 
     An `OSError` has the path as its `filename`, and leaves a file that was there whole.
     """

@@ -48,8 +48,8 @@ class Codec(ABC):
         Keys are encoded as they are before this rotation by their positions; the codec's own
         transform is none then.
     form : Form or None
-        `encode` and `decode` in the kernels' terms; these remain the definition. None where they
-        are torch's alone. Its fields are the codec's.
+        `encode` and `decode` in terms that kernels read; the two remain the definition. None where
+        they are torch's alone. Its fields are the codec's.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever else stands in its group. A codec with groups encodes later than its tokens

@@ -11,7 +11,7 @@
 =======  ==  ================================================
 
 Numbers are little-endian. Magic and checksum stay where they are in every version, so that an
-entry of a later version differs from a damaged one: the first is left alone, the second removed.
+entry of a later version is not taken for a damaged one: that is removed, the other left alone.
 """
 
 from __future__ import annotations

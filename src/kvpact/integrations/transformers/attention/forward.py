@@ -249,7 +249,7 @@ def left_padding(mask: Tensor | None) -> Tensor | None:
 
 
 class Loan:
-    """A token of caches for which a config's attention is ``kvpact``; the last one restores it."""
+    """A handle that caches hold while a config's attention is ``kvpact``; its end restores it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
         return self

@@ -1,6 +1,6 @@
 """Layers whose model compresses tokens to *entries* itself: DeepSeek V4.
 
-Such a layer attends to a window of tokens and, before it, to one entry for each 4 or 128 of them.
+Such a layer attends to a window of tokens and, beyond it, to one entry for each 4 or 128 of them.
 Entries are a stream, here packed by the spec's method for K; those by which the layer chooses what
 it attends to are keys of an index. Tokens that make no whole entry yet, and what the next entry
 shares with the last one, are states.
