@@ -1,4 +1,4 @@
-// What glibc's malloc is told while prompts are stored. Other allocators are told nothing.
+// Settings of glibc's malloc while prompts are stored. Other allocators are left alone.
 #include <mutex>
 #include <stdlib.h>
 #if defined(__GLIBC__)
@@ -11,7 +11,7 @@ namespace {
 
 #if defined(__GLIBC__)
 // glibc begins with `low`, and raises it to the largest block that was freed, `high` at most, and to twice that what
-// it keeps free at the end of each thread's heap; once told, it raises neither any more.
+// it keeps free at the end of each thread's heap; once set, it raises neither any more.
 const int low = 128 << 10, high = 32 << 20, kept = 2 * high;
 #endif
 std::mutex lock;
@@ -35,7 +35,7 @@ int64_t kvp_heap_hold(int change) {
 int kvp_heap_trim(void) {
 #if defined(__GLIBC__)
     // malloc_trim leaves the ends of threads' heaps as they are. That of the calling thread goes with the next block
-    // that is freed, of 64 KiB or more, if it is longer than glibc is told to keep.
+    // that is freed, of 64 KiB or more, if it is longer than glibc is set to keep.
     std::lock_guard<std::mutex> guard(lock);
     if (mallopt(M_TRIM_THRESHOLD, low)) {
         void *volatile block = malloc(low / 2 + low / 4);

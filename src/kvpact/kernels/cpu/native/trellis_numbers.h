@@ -78,7 +78,7 @@ static inline void plain_keys(TrellisScratch &own, const kvp_trellis &from, cons
     }
 }
 
-// The mean of a tile of tokens in fp32; zeros behind dim.
+// The mean of a tile of tokens in fp32; zeros after dim.
 INLINE void read_mean(float *to, const int8_t *mean, const uint16_t *step, int dim) {
     const float size = from_half(*step);
     for (int c = 0; c < dim; c++) to[c] = (float)mean[c] * size;

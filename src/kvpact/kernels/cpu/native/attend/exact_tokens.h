@@ -4,7 +4,7 @@
 
 namespace KVP_NS {
 
-// The exact tokens of a block: sinks where there are slots, tail and new tokens behind them.
+// The exact tokens of a block: sinks where there are slots, tail and new tokens after them.
 struct ExactTokens {
     int count = 0;
     int index[BLOCK];
@@ -28,7 +28,7 @@ struct ExactTokens {
         for (int i = first; i < upto(first + n, count); i++)
             for (int64_t c = 0; c < bytes && !(i && at[i] == at[i - 1] + bytes); c += 64) prefetch(at[i] + c);
     }
-    // Tokens from `first` on as fp32 rows of `width`, zeros behind dim: where they lie if they are
+    // Tokens from `first` on as fp32 rows of `width`, zeros after dim: where they lie if they are
     // such there, else as copies.
     INLINE void read(const float **to, float *copy, int first, int n, const kvp_stream &x, int64_t width) const {
         if (x.dtype == KVP_F32 && x.dim == width) {

@@ -17,7 +17,7 @@ struct Job {
     float *partial;           // [B * H * splits][rows + MAX_ROWS][2 + 2 * v_width]
     int64_t q_size() const { return (rows + MAX_ROWS) * k_width; }
     int64_t partial_row() const { return 2 + 2 * v_width; }
-    // A pass may compute more rows than there are: those behind them are of this task alone.
+    // A pass may compute more rows than there are: those after them are of this task alone.
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
     float *whole;             // queries as whole numbers, see WholeQuery: [B * H][whole_size]
     int64_t whole_size;
@@ -26,7 +26,7 @@ struct Job {
     int64_t pairs() const { return args->batch * args->heads; }
     int64_t parts() const { return (args->heads + heads - 1) / heads; } // of the heads of a row
     int64_t tasks() const { return args->batch * parts() * splits; }
-    // Memory that a call needs beside its arguments.
+    // Memory that a call needs besides its arguments.
     int64_t floats() const {
         return pairs() * ((rotates() ? 2 : 1) * q_size() + splits * partial_size() + whole_size);
     }

@@ -9,7 +9,7 @@ struct KTile {
     const uint32_t *words[2];
     const uint16_t *scale[2], *zero[2]; // [channel groups, 32] fp16, or NULL
     const float *table;
-    const float *q;               // [rows][width], zeros behind dim
+    const float *q;               // [rows][width], zeros after dim
     const float *sums;            // [rows][channel groups]: sums of q, for zero; or NULL
     const float *inner, *outer;   // [rows]: added before and after scaling
     const char *ahead[2];         // what to prefetch, as many bytes as words
@@ -89,7 +89,7 @@ template <class Level, int BITS, int RB, int TILES = 1, bool SCRATCH = false> vo
                     });
             }
             if (g == groups - 1 && rest) {
-                // The last words, with zeros behind them: other memory may not be read.
+                // The last words, with zeros after them: other memory may not be read.
                 uint32_t last[TV][3][8][W];
                 memset(last, 0, sizeof last);
                 for (int k = 0; k < TV; k++)

@@ -71,7 +71,7 @@ struct Ahead {
         left -= p.job.block;
         place = Place(x, left > 0 ? t + p.job.block : t);
     }
-    // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
+    // Prefetches what stands with the codes of a tile; returns where the codes are, and goes on.
     INLINE const char *next(const void *otherwise) {
         if (left <= 0) return (const char *)otherwise;
         piece(place.tile(x.scale, b, h, size.side), size.side);

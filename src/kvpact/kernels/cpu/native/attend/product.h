@@ -9,7 +9,7 @@ namespace KVP_NS {
 constexpr int VECTORS = 2;
 constexpr int PANEL = VECTORS * W;
 
-// Rows of C that are held in registers beside N vectors of a row of B.
+// Rows of C that are held in registers along with N vectors of a row of B.
 template <int N> constexpr int STRIP = (REGISTERS >= 32 ? 24 : 12) / N;
 
 struct Product {

@@ -49,7 +49,7 @@ int kvp_attend_rows(int level, const kvp_attend_args *args, int latent) {
     job.rows = a.groups * a.queries;
     job.q_width = whole(a.k.dim, 32) + (latent ? whole(a.v.dim, 32) : 0);
     job.width = whole(job.values().dim, 32);
-    // As many rows as fit into the second-level cache, alike in all parts, and enough parts for the
+    // As many rows as fit into the second-level cache, equal in all parts, and enough parts for the
     // threads to share.
     int64_t most = CACHED / (job.q_width + job.width) / 16 * 16;
     most = most > MOST_AT_ONCE ? MOST_AT_ONCE : most;

@@ -19,7 +19,7 @@ INLINE void cap_and_mask(const kvp_attend_args &a, int64_t b, int64_t head, int6
             if (!mask[t + i]) s[i] = -INFINITY;
 }
 
-// The scores s of query row `row` (of KV head h) and the tokens t to t + n; -inf behind them, up to
+// The scores s of query row `row` (of KV head h) and the tokens t to t + n; -inf after them, up to
 // a whole tile.
 INLINE void apply_rules(const kvp_attend_args &a, int64_t b, int64_t h, int64_t row, float *s, int64_t t, int64_t n) {
     const int64_t query = row % a.queries, head = h * a.groups + row / a.queries;

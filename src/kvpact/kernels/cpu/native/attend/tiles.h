@@ -56,7 +56,7 @@ INLINE const uint32_t *values_at(const Tokens &s, const Place &place, int64_t t)
     return s.trellis->wide;
 }
 
-// The numbers beside the codes of a tile: per token [channel groups][TILE], and per channel.
+// The numbers with the codes of a tile: per token [channel groups][TILE], and per channel.
 struct Beside {
     alignas(64) float scale[MOST_GROUPS * TILE], zero[MOST_GROUPS * TILE];
     alignas(64) float fold[MOST_DIM + TILE], shift[MOST_DIM + TILE];
@@ -202,7 +202,7 @@ template <class Level, int BITS, bool SCRATCH> struct Decoder<Functions<Level, B
         }
     }
 
-    // Lanes behind dim hold whatever the levels of no codes are: nobody looks at them.
+    // Lanes after dim hold whatever the levels of no codes are: nobody looks at them.
     template <Form FORM> static void values(const Tokens &s) {
         const kvp_stream &x = s.x;
         const Level level(SCRATCH ? s.trellis->trellis.level_table() : x.table);

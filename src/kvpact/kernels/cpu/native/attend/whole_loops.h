@@ -6,7 +6,7 @@
 
 namespace KVP_NS {
 
-// What levels are served: in words of 2, 3, 4 or 8 bits, or behind a trellis.
+// What levels are served: in words of 2, 3, 4 or 8 bits, or through a trellis.
 INLINE bool whole_format(const kvp_stream &x) {
 #if defined(KVP_WHOLE)
     if (x.kind == KVP_TRELLIS_CODES) return true;
@@ -22,7 +22,7 @@ INLINE bool whole_format(const kvp_stream &x) {
 #if defined(KVP_WHOLE)
 namespace KVP_NS {
 
-// Codes of 3 bits stand as those of 2, with a plane of third bits beside them.
+// Codes of 3 bits stand as those of 2, with a plane of third bits next to them.
 constexpr int order_of(int bits) { return bits == 3 ? 2 : bits; }
 
 // Runs with the order of items as a constant.

@@ -46,7 +46,7 @@ template <bool E5M2> struct Float8 {
     }
 };
 
-// What stands beside the codes of a tile: per token, from the block's first one on, and per channel.
+// What stands with the codes of a tile: per token, from the block's first one on, and per channel.
 struct Beside {
     const uint16_t *scale, *zero;
     const float *fold, *shift;

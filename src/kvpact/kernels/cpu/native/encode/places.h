@@ -30,7 +30,7 @@ struct Places {
     void fill(const kvp_trellis &t) {
         words = 0;
         Plane planes[3];
-        int singles = 0; // codes of the run of one bit, which lies behind the others
+        int singles = 0; // codes of the run of one bit, which lies after the others
         for (const bool one : {false, true}) {
             if (one) begin_run();
             for (int b = 0, first = 0; b < t.blocks; first += t.block[b].dim, b++) {

@@ -264,7 +264,7 @@ void finish(const Job &job, int64_t stream, int64_t head, int64_t row, float pea
     for (int64_t c = 0; c < job.v_dim; c++) out[c] = acc[c] * unit;
 }
 
-// A task in the scratch memory of this thread, with sums of `own` rows behind it.
+// A task in the scratch memory of this thread, with sums of `own` rows after it.
 template <class Work> bool with_task(const Job &job, int64_t heads, int64_t rows, int64_t own, Work &&work) {
     static thread_local Scratch scratch;
     const auto make = [&](Room &room, Sums &sums) {

@@ -38,7 +38,7 @@ static void code_row(const float *q, int64_t dim, float scale, int zero, int64_t
         const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(i, j));
         to.unit[at] = _cvtsh_ss(_cvtss_sh(top / 127, 0)) * scale; // as ggml stores it
         to.middle[at] = -zero * total;
-        to.sum[at] = to.unit[at] * (float)total; // rounded alike, so that only what differs in a block counts
+        to.sum[at] = to.unit[at] * (float)total; // rounded the same way, so that only what differs in a block counts
     }
 }
 

@@ -1,4 +1,4 @@
-// An out-of-tree backend of ggml: a device beside the CPU that takes attention over quantised caches. Its structs are
+// An out-of-tree backend of ggml: a device next to the CPU that takes attention over quantised caches. Its structs are
 // words at the places where the ggml that loads it looks for them (host.h).
 #include <atomic>
 #include <errno.h>
@@ -27,7 +27,7 @@ constexpr int WORDS = 64; // of a struct, at most
 alignas(16) const uint8_t GUID[16] = {0x6b, 0x76, 0x70, 0x61, 0x63, 0x74, 0x2d, 0x67, 0x67, 0x6d, 0x6c, 0x2d, 0x30, 0x30, 0x30, 0x31};
 std::atomic<int64_t> computed{0};
 
-// ggml's words, and behind them ours.
+// ggml's words, and after them ours.
 struct Object {
     void *word[WORDS];
     struct Plugin *plugin;

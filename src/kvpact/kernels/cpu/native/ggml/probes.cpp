@@ -130,7 +130,7 @@ bool Host::find_tensors() {
     };
     void *q8 = tensor(ggml_abi::Q8_0, 64, 3, 5, 7), *f16 = tensor(ggml_abi::F16, 64, 3, 5, 7);
     void *held = ggml.new_tensor_4d(memory.get(), ggml_abi::F32, 16, 1, 1, 1);
-    // Its numbers may lie behind its words, and look like one of them while nobody has written any.
+    // Its numbers may lie after its words, and look like one of them while nobody has written any.
     if (void *own = held ? ggml.get_data(held) : nullptr) memset(own, 0, 64);
     const int64_t ne[] = {64, 3, 5, 7};
     const size_t nb[] = {34, 68, 204, 1020};
@@ -152,7 +152,7 @@ bool Host::find_tensors() {
     void *const reshaped = ggml.reshape_2d(context.get(), q8, 64, 105), *const transposed = ggml.transpose(context.get(), f16);
     void *const made[OPERATIONS] = {q8, view, reshaped, ggml.permute(context.get(), f16, 0, 2, 1, 3), transposed, node};
     at.sources = only(size, node, sources), at.numbers = only(size, node, numbers);
-    // Behind the sources is what a view is of; behind the numbers are the flags.
+    // After the sources is what a view is of; after the numbers are the flags.
     const int viewed = only(size, 8, [&](int i) { return i != at.sources && value_at<void *>(view, i) == q8; });
     at.flags = changed(size, q8, [&] { ggml.set_output(q8); });
     at.source_count = (viewed - at.sources) / 8, at.number_count = (at.flags - at.numbers) / 4;

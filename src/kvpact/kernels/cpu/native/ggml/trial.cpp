@@ -1,4 +1,4 @@
-// Attention of each kind that kvpact takes, through ggml's own scheduler, beside the result of ggml's CPU backend.
+// Attention of each kind that kvpact takes, through ggml's own scheduler, next to the result of ggml's CPU backend.
 #include <algorithm>
 #include <random>
 #include <vector>

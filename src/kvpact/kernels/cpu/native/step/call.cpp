@@ -1,5 +1,5 @@
 // kvp_step: one layer's step in one call. Nothing is written before everything was checked and
-// attended; what is then written lies behind the tokens held, where nobody reads yet.
+// attended; what is then written lies after the tokens held, where nobody reads yet.
 #include <math.h>
 #include <string.h>
 #include <vector>
@@ -92,7 +92,7 @@ int encode(int level, const Side &side, const kvp_attend_args &a) {
     return kvp_encode(level, &args, 1);
 }
 
-// Copies the new tokens behind the tail.
+// Copies the new tokens after the tail.
 void keep(const Side &side, const kvp_attend_args &a) {
     if (!side.append.spare) return;
     const kvp_exact &to = side.stream.tail, &from = side.stream.fresh;
