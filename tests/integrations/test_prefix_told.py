@@ -174,7 +174,7 @@ def test_weights_that_change_have_prefixes_of_their_own(llama, store, ids, greed
     assert torch.equal(tokens, llama.generate(ids, **greedy))
     assert prefixes.save(tokens) == 3 and len(store) == 6
     assert opened(store, llama)[1].match(ids) == 192
-    with pytest.raises(MismatchError, match="fingerprint and the adapter of now"):
+    with pytest.raises(MismatchError, match="the present fingerprint and adapter"):
         named_one.load(ids)
     assert given.get_seq_length() == 0
 
