@@ -137,7 +137,7 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class StepRunner(ABC):
-    """Carries out steps of one layer at once; made for calls of one form.
+    """Carries out steps of one layer at once; made for calls of one kind.
 
     - `call`: a call like those to come, with a view and new tokens.
     - `sources`: where the slots of K and V lie.

@@ -36,7 +36,7 @@ class PromptPlace(NamedTuple):
 
 
 class PromptRunner(Protocol):
-    """Stores first tokens of layers of one kind, in one call each."""
+    """Stores first tokens of similar layers, in one call each."""
 
     def place(self, k: PromptPlace, v: PromptPlace) -> tuple[Codec, Any]:
         """Return K's codec, which is going to learn if it has to, and the `place` of `run`.

@@ -41,7 +41,7 @@ class Calibrating(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The place of a tensor of a state among the numbers of all, and its form."""
+    """The place of a tensor of a state among the numbers of all, with its shape and dtype."""
 
     start: int
     end: int

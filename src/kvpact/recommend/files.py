@@ -109,7 +109,7 @@ def measured_row(
     *,
     made_of_it: bool = True,
 ) -> dict[str, Any]:
-    """Return a recipe's record of an evaluation: one line of its table.
+    """Return a recipe's row on an evaluation: one line of its table.
 
     ``percent`` is of the 16-bit cache's bytes at the plan's context; ``kl_predicted`` is there if
     the plan was `made_of_it`, this text.

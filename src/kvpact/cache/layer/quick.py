@@ -1,7 +1,7 @@
 """Attending calls, and steps of a few tokens in one call of a backend, which most of them are.
 
 The ordinary way (`attend`) defines what a step does. `quick_attend` is taken where the state has a
-`StepRunner`, made for calls of one form, and no group was cut.
+`StepRunner`, made for calls of one kind, and no group was cut.
 """
 
 from __future__ import annotations

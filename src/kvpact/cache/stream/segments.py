@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
 
 class SlabShape:
-    """The form of slabs; `places`: where fields of a segment would lie; `size`: its bytes."""
+    """The shape of slabs; `places`: where fields of a segment would lie; `size`: its bytes."""
 
     def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -> None:
         self.fields, self.batch, self.heads, self.tokens = fields, batch, heads, tokens

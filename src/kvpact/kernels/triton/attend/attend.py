@@ -1,4 +1,4 @@
-"""Attention by the kernels: calls of one form become one launch, and its arguments."""
+"""Attention by the kernels: calls of one kind become one launch, and its arguments."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
-    """Return what is known before calls of one form are launched; `first` as in `rows_of`."""
+    """Return what is known before calls of one kind are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
     chunk = is_chunk(call)
     fast = None if chunk else fast_of(calls, *slots)
@@ -197,7 +197,7 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
 def attend_prepared(
     known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
 ) -> None:
-    """Attend over calls of one form, whose lengths and addresses are those of a table.
+    """Attend over calls of one kind, whose lengths and addresses are those of a table.
 
     `known`: for calls like these; lengths are those that its table has. `out`:
     `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a

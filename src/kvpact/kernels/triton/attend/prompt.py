@@ -76,7 +76,7 @@ class PromptTokens(NamedTuple):
 
 
 def attend_new(calls: Sequence[AttendCall], scale: float) -> PromptTokens:
-    """Attend over the new tokens of calls that are chunks of one form; `scale`: on logits."""
+    """Attend over the new tokens of calls that are chunks of one kind; `scale`: on logits."""
     aten = torch.ops.aten
     causal = {call.config.is_causal for call in calls}
     if len(causal) > 1:

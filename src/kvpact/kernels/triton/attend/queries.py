@@ -43,7 +43,7 @@ class QueryForm(NamedTuple):
 
 
 def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> QueryForm:
-    """Return the scaled queries for packed tokens and for exact ones, of calls of one form."""
+    """Return the scaled queries for packed tokens and for exact ones, of calls of one kind."""
     call = calls[0]
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:

@@ -45,7 +45,7 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 
 
 class Fast(NamedTuple):
-    """The work of the fast kernels for calls of one form; `kw`: bytes of k that stand side by side.
+    """The work of the fast kernels for calls of one kind; `kw`: bytes of k that stand side by side.
 
     `inside`: whether no block reaches over the end of a segment.
     """
@@ -155,7 +155,7 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
-    """Return what the fast kernels do for calls of one form; None where they do nothing."""
+    """Return what the fast kernels do for calls of one kind; None where they do nothing."""
     call = calls[0]
     if k is None or v is None or k.form is None or v.form is None:
         return None
