@@ -31,8 +31,7 @@ def logits_of_tiles(
     at = (row * FORM.dim)[:, None] + channel[None, :]
     live = tl.broadcast_to((channel < FORM.dim)[None, :], at.shape)
     packed, exact = tl.load(QP + at, mask=live, other=0.0), tl.load(QE + at, mask=live, other=0.0)
-    words, scales = codes + tile * FORM.size_of("codes"), scale + tile * FORM.size_of("scale")
-    numbers = trellis_numbers(words, scales, LEVELS, channel, FORM)
+    numbers = trellis_numbers(codes, scale, LEVELS, tile, channel, FORM)
     logits = tl.sum(packed[:, None, :] * numbers[None, :, :], 2)
     if FORM.has("base"):
         first = tl.load(FIRST + row)

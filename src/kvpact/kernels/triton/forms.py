@@ -152,10 +152,6 @@ class SlotForm(Form):
         """Dtype of a field, one of `NUMBERS`; "" for a field that is not there."""
         return self.types[self.index_of(name)]
 
-    def size_of(self, name: str) -> int:
-        """Numbers of a unit of a field: of a tile, or of a group of tokens."""
-        return math.prod(self.parts[self.names[self.index_of(name)]].shape)
-
     def index_of(self, name: str) -> int:
         """Row of `names`."""
         return self.names.index(name)

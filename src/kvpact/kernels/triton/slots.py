@@ -49,12 +49,6 @@ def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
 
 
 @triton.jit
-def tile_of(NAME: tl.constexpr, segment, tile, FORM: tl.constexpr):
-    """Return a pointer to a tile's numbers of a field; `tile`: inside the segment."""
-    return units_of(NAME, segment, FORM) + tile * FORM.size_of(NAME)
-
-
-@triton.jit
 def _plane_by_token(
     tile, first, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr
 ):
@@ -173,9 +167,12 @@ def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
-        x = x * _by_token(tile_of("scale", segment, tile, FORM), first, COUNT, FORM)
+        scale = units_of("scale", segment, FORM) + tile * (FORM.groups * 32)
+        x = x * _by_token(scale, first, COUNT, FORM)
     if FORM.has("zero"):
-        x = x + _by_token(tile_of("zero", segment, tile, FORM), first, COUNT, FORM)
+        x = x + _by_token(
+            units_of("zero", segment, FORM) + tile * (FORM.groups * 32), first, COUNT, FORM
+        )
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
     if FORM.has("fold") and FORM.order == "channel":
@@ -193,15 +190,16 @@ def tile_numbers(segment, LEVELS, tile, first, COUNT: tl.constexpr, FORM: tl.con
     channel, a multiple of 32; `COUNT`: channels, a power of two of 32 or more.
     """
     tile = tl.cast(tile, tl.int64)
-    codes = tile_of("codes", segment, tile, FORM)
+    units = units_of("codes", segment, FORM)
     channel = first + tl.arange(0, COUNT)
     if FORM.kind == "trellis":
-        x = trellis_numbers(codes, tile_of("scale", segment, tile, FORM), LEVELS, channel, FORM)
+        x = trellis_numbers(units, units_of("scale", segment, FORM), LEVELS, tile, channel, FORM)
     else:
         if FORM.in_words:
-            x = _levels(_codes(codes, first, COUNT, FORM), LEVELS, FORM)
+            words: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
+            x = _levels(_codes(units + tile * words, first, COUNT, FORM), LEVELS, FORM)
         else:
-            x = _given(codes, first, COUNT, FORM)
+            x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
         x = _scaled(x, segment, tile, first, COUNT, FORM)
         if FORM.dim % COUNT != 0:
             x = tl.where((channel < FORM.dim)[None, :], x, 0.0)

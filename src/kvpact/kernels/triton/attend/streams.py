@@ -19,9 +19,9 @@ from kvpact.kernels.triton.columns import (
     of_row,
 )
 from kvpact.kernels.triton.forms import SlotForm
-from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, tile_of, units_of
+from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, units_of
 from kvpact.kernels.triton.transforms import rotated
-from kvpact.kernels.triton.trellis.numbers import base_logits, e5m3, step_numbers
+from kvpact.kernels.triton.trellis.numbers import base_logits, e5m3, step_numbers, tile_words
 
 TILE = tl.constexpr(32)
 
@@ -151,8 +151,8 @@ def packed_steps(
     FORM: tl.constexpr = S.form
     segment, inside = _segment(ROWS, row, head, tile, S)
     inside = tl.cast(inside, tl.int64)
-    n = e5m3(tl.load(tile_of("scale", segment, inside, FORM) + tl.arange(0, 32)))
-    words = tile_of("codes", segment, inside, FORM)
+    n = e5m3(tl.load(units_of("scale", segment, FORM) + inside * 32 + tl.arange(0, 32)))
+    words = tile_words(units_of("codes", segment, FORM), inside, FORM)
     x = step_numbers(words, n, LEVELS, channel, there, FORM, INDEX, 1)
     return _of_packed(x, ROWS, row, tile, S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.slots import segment_at, tile_numbers, tile_of, units_of
+from kvpact.kernels.triton.slots import segment_at, tile_numbers, units_of
 from kvpact.kernels.triton.transforms import rotated_back, saturated
 from kvpact.kernels.triton.trellis.numbers import (
     FIRST,
@@ -13,6 +13,7 @@ from kvpact.kernels.triton.trellis.numbers import (
     base_flags,
     e5m3,
     step_numbers,
+    tile_words,
 )
 
 
@@ -101,8 +102,9 @@ def decode_keys(
     tile = start // 32 + tl.program_id(0) // BLOCKS
     slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
     segment, inside = segment_at(slots, tile)
-    n = e5m3(tl.load(tile_of("scale", segment, inside, FORM) + tl.arange(0, 32)))
-    words = tile_of("codes", segment, inside, FORM)
+    codes, scale = units_of("codes", segment, FORM), units_of("scale", segment, FORM)
+    n = e5m3(tl.load(scale + inside * 32 + tl.arange(0, 32)))
+    words = tile_words(codes, inside, FORM)
     token = tile * 32 + tl.arange(0, 32)
     live = (token >= start) & (token < end)
     out = OUT + tl.cast(row, tl.int64) * out_row + tl.cast(head, tl.int64) * out_head

@@ -165,11 +165,11 @@ def tiles_at(SEGMENTS, head_bytes, segment, inside, STEP: tl.constexpr, TYPE: tl
 
 
 @triton.jit
-def _field(where, SLOTS: tl.constexpr, FORM: tl.constexpr, NAME: tl.constexpr):
-    """Return pointers to a field of tiles."""
+def _field(where, SLOTS: tl.constexpr, FORM: tl.constexpr, NAME: tl.constexpr, STEP: tl.constexpr):
+    """Return pointers to a field of tiles, so many numbers of which belong to each."""
     ROWS, row, head, segment, inside = where
     at, head_bytes = segments_of(ROWS, row, head, SLOTS, FORM.index_of(NAME))
-    return tiles_at(at, head_bytes, segment, inside, FORM.size_of(NAME), FORM.type_of(NAME))
+    return tiles_at(at, head_bytes, segment, inside, STEP, FORM.type_of(NAME))
 
 
 @triton.jit
@@ -179,9 +179,10 @@ def fields_of(where, SLOTS: tl.constexpr, FORM: tl.constexpr):
     `where`: the table of rows, row, head, the segment of each tile (or of all), and the number of
     the tile in it.
     """
-    codes = _field(where, SLOTS, FORM, "codes")
-    scale = _field(where, SLOTS, FORM, "scale")
+    WORDS: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
+    codes = _field(where, SLOTS, FORM, "codes", WORDS)
+    scale = _field(where, SLOTS, FORM, "scale", FORM.groups * 32)
     zero = codes
     if FORM.has("zero"):
-        zero = _field(where, SLOTS, FORM, "zero")
+        zero = _field(where, SLOTS, FORM, "zero", FORM.groups * 32)
     return codes, scale, zero

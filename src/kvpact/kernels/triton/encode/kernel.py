@@ -18,7 +18,7 @@ from kvpact.kernels.triton.encode.codes import (
     reciprocal,
     symmetric,
 )
-from kvpact.kernels.triton.slots import by_group, segment_at, tile_of, units_of
+from kvpact.kernels.triton.slots import by_group, segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 
 
@@ -66,35 +66,39 @@ def _plane_of_channels(
 
 
 @triton.jit
-def store_codes(words, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
+def store_codes(units, tile, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Store the codes of tokens into a tile.
 
-    `words`: to the codes of the tile: int32, or uint8 where there are no words;
+    `units`: to the codes of a segment and head: int32, or uint8 where there are no words;
     `codes`: int32 `[ROWS, padded]`; `first`: the place in the tile of the first token; `live`:
     `[ROWS]`: which tokens are to be stored.
     """
     d, inside = tl.arange(0, FORM.padded), first + tl.arange(0, ROWS)
     mask = live[:, None] & (d < FORM.dim)[None, :]
     if not FORM.in_words:
-        place = words + (d * 32)[None, :] + inside[:, None]
+        place = units + tile * (FORM.dim * 32) + (d * 32)[None, :] + inside[:, None]
         tl.store(place, codes.to(tl.uint8), mask=mask)
     elif FORM.order == "token":
         codes = tl.where(mask, codes, 0)
+        words = units + tile * (FORM.words * 32)
         for plane in tl.static_range(FORM.plane_count()):
             _plane_of_tokens(words, codes, inside, live, plane, ROWS, FORM)
     else:
         codes = tl.where(mask, codes, 0)
+        words = units + tile * (FORM.bits * FORM.dim)
         for plane in tl.static_range(FORM.plane_count()):
             _plane_of_channels(words, codes, first, plane, ROWS, FORM)
 
 
 @triton.jit
-def store_numbers(tile, numbers, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Store fp16 numbers of tokens' groups of channels, `[ROWS, padded_groups]`, into a tile."""
-    g = tl.arange(0, FORM.padded_groups)
+def store_numbers(
+    units, tile, numbers, first, live, COUNT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Store the first `COUNT` of fp16 numbers `[ROWS, GROUPS]` of tokens; units `[COUNT, 32]`."""
+    g = tl.arange(0, GROUPS)
     inside = first + tl.arange(0, ROWS)
-    place = tile + (g * 32)[None, :] + inside[:, None]
-    tl.store(place, numbers, mask=live[:, None] & (g < FORM.groups)[None, :])
+    place = units + tile * (COUNT * 32) + (g * 32)[None, :] + inside[:, None]
+    tl.store(place, numbers, mask=live[:, None] & (g < COUNT)[None, :])
 
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -151,9 +155,9 @@ def _coded(y, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _beyond(numbers, live, FORM: tl.constexpr):
+def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
     """Return whether side information of live tokens is beyond fp16."""
-    there = live[:, None] & (tl.arange(0, FORM.padded_groups) < FORM.groups)[None, :]
+    there = live[:, None] & (tl.arange(0, GROUPS) < COUNT)[None, :]
     good = tl.abs(numbers.to(tl.float32)) <= LARGEST_HALF
     return tl.max(tl.max((there & ~good).to(tl.int32), 1), 0)
 
@@ -172,8 +176,11 @@ def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
             if FORM.rotates:
                 x = rotated(x, tables[0], ROWS, FORM.padded, FORM.dim)
             _, scale, zero = _coded(x, tables, ROWS, FORM)
+            GROUPS: tl.constexpr = FORM.padded_groups
+            COUNT: tl.constexpr = FORM.groups
             bad = tl.max(tl.max(known, 1), 0)
-            bad = bad | _beyond(scale, live, FORM) | _beyond(zero, live, FORM)
+            bad = bad | _beyond(scale, live, GROUPS, COUNT)
+            bad = bad | _beyond(zero, live, GROUPS, COUNT)
     return bad
 
 
@@ -198,11 +205,15 @@ def encode_rows(
         if FORM.staged:
             y = y - by_group(units_of("shift", segment, FORM), tile, 0, FORM.padded, FORM)
         codes, scale, zero = _coded(y, tables, ROWS, FORM)
+        GROUPS: tl.constexpr = FORM.padded_groups
+        COUNT: tl.constexpr = FORM.groups
         if FORM.has("scale"):
-            store_numbers(tile_of("scale", segment, tile, FORM), scale, first, live, ROWS, FORM)
+            units = units_of("scale", segment, FORM)
+            store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
         if FORM.encoder == "affine":
-            store_numbers(tile_of("zero", segment, tile, FORM), zero, first, live, ROWS, FORM)
-    store_codes(tile_of("codes", segment, tile, FORM), codes, first, live, ROWS, FORM)
+            units = units_of("zero", segment, FORM)
+            store_numbers(units, tile, zero, first, live, COUNT, ROWS, GROUPS)
+    store_codes(units_of("codes", segment, FORM), tile, codes, first, live, ROWS, FORM)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "tiles_per_segment", "batch", "segments"])

@@ -11,7 +11,7 @@ import triton.language as tl
 from kvpact.kernels.triton.decode.kernel import block_begin, block_signs, block_width
 from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.viterbi import viterbi
-from kvpact.kernels.triton.slots import segment_at, tile_of, units_of
+from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 from kvpact.kernels.triton.trellis.numbers import (
     FIRST,
@@ -251,7 +251,8 @@ def store_codes(
     tile, _, live = tile_tokens(position, tokens)
     slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
     segment, tile = segment_at(slots, tile)
-    words = tile_of("codes", segment, tile, FORM)
+    units = units_of("codes", segment, FORM)
+    words = units + tile * (FORM.words * 32 if FORM.order == "token" else FORM.bits * FORM.dim)
     codes = CODES + own_memory(FORM.dim * 32, tl.num_programs(1))
     if FORM.order == "token":
         for run in tl.static_range(len(FORM.runs)):

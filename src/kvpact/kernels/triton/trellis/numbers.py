@@ -181,14 +181,21 @@ def step_numbers(
 
 
 @triton.jit
-def trellis_numbers(codes, scale, LEVELS, channel, FORM: tl.constexpr):
+def tile_words(codes, tile, FORM: tl.constexpr):
+    """Return a pointer to the words of a tile of a segment and head."""
+    return codes + tile * (FORM.words * (32 if FORM.order == "token" else FORM.dim))
+
+
+@triton.jit
+def trellis_numbers(codes, scale, LEVELS, tile, channel, FORM: tl.constexpr):
     """Return level * unit * n of some channels of 32 tokens, fp32 `[32, channels]`.
 
     Channels are the steps of the blocks' trellises; those after the last one are 0.
 
-    `codes`, `scale`: to those of the tile, int32 and uint8; `LEVELS`: fp32, those of all blocks
-    (`Slots.levels`).
+    `codes`, `scale`: units of the fields of a segment and head, int32 and uint8; `LEVELS`: fp32,
+    those of all blocks (`Slots.levels`); `tile`: of 32 tokens inside the segment.
     """
     live = channel < FORM.steps[-1].begin + FORM.steps[-1].dim
-    n = e5m3(tl.load(scale + tl.arange(0, 32)))
-    return step_numbers(codes, n, LEVELS, channel, live, FORM, 0, len(FORM.steps))
+    n = e5m3(tl.load(scale + tile * 32 + tl.arange(0, 32)))
+    words = tile_words(codes, tile, FORM)
+    return step_numbers(words, n, LEVELS, channel, live, FORM, 0, len(FORM.steps))
