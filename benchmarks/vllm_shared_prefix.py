@@ -16,6 +16,7 @@ from shared_store import place
 from vllm_decode import ask, end, engine, prompts_of
 
 from kvpact.integrations.models import SMOLLM2, packaged_folder
+from kvpact.integrations.vllm import SETTING
 from kvpact.stores import open_store
 
 
@@ -55,20 +56,20 @@ def main():
     }
     # Each engine's first prompt, which is not counted, touches its memory.
     prompts = prompts_of(1 + args.rounds, args.tokens, 3)
-    whole = (args.tokens - 1) // 64 * 64
+    whole, setting = (args.tokens - 1) // 64 * 64, {SETTING: args.spec}
     room = fp16_bytes(model, args.tokens) * len(prompts)
-    computing = engine(None, options, args.threads)
+    computing = engine({}, options, args.threads)
     cells = []
     for kind in args.stores:
         with place(kind, max(room, 64 << 20)) as url:
             if url is None:
                 cells.append([kind, "not installed", "", "", ""])
                 continue
-            first = engine(args.spec, options | sharing(url), args.threads)
+            first = engine(setting, options | sharing(url), args.threads)
             for prompt in prompts:
                 ask(first, prompts=[prompt], tokens=1)
             end(first)
-            second, rounds = engine(args.spec, options | sharing(url), args.threads), []
+            second, rounds = engine(setting, options | sharing(url), args.threads), []
             others = prompts_of(len(prompts), args.tokens, len(kind))
             for prompt, fresh in zip(prompts, others, strict=True):
                 computed = ask(computing, prompts=[fresh], tokens=1)
