@@ -59,8 +59,8 @@ def advance(
     # A tail that moved on frees what it packed, but for room that somebody asked for.
     if tail < held and start < length and spare >= new and (start == tail or spare > SLACK):
         return Advance(packed, start, length, spare - new, True)
-    few = new > MOST_STEP or start < PAID or start == length
-    return Advance(packed, start, length, 0 if few else SLACK if start > FEW else 2, False)
+    unpaid = new > MOST_STEP or start < PAID or start == length
+    return Advance(packed, start, length, 0 if unpaid else SLACK if start > FEW else 2, False)
 
 
 def next_memory(memory: TokenMemory, held: int, x: Tensor, now: Advance) -> TokenMemory:

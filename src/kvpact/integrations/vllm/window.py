@@ -131,8 +131,7 @@ class WindowPool:
 
     def exact_from(self, windows: Sequence[Window]) -> list[int]:
         """Return the first token that the sequence of each window attends exactly."""
-        width = self.width
-        return [advance(x.packed, x.first, x.end, 0, 0, 1, width).tail for x in windows]
+        return [advance(x.packed, x.first, x.end, 0, 0, 1, self.width).tail for x in windows]
 
     def make_room(self, windows: Sequence[Window]) -> None:
         """Make room for one more token after each window: all are moved when one has to be."""
