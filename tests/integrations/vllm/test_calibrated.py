@@ -105,8 +105,8 @@ def serve(layer, parts):
     for one, count in parts:
         rows.append(one.row(start, count))
         start += count
-    rows = [(one, slice(one.held - count, one.held)) for one, count in parts]
-    given = [torch.cat([one.qkv[i][place] for one, place in rows]) for i in range(3)]
+    places = [(one, slice(one.held - count, one.held)) for one, count in parts]
+    given = [torch.cat([one.qkv[i][place] for one, place in places]) for i in range(3)]
     out = torch.full_like(given[0], torch.nan)
     assert layer.step(rows, *given, out, SCALE) == {}
     return out.split([count for _, count in parts])
