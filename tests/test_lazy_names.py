@@ -13,9 +13,8 @@ import kvpact
 
 def test_all_names_are_there_and_known_to_type_checkers():
     source = ast.parse(Path(kvpact.__file__).read_text("utf-8"))
-    (block,) = (
-        n for n in source.body if isinstance(n, ast.If) and not isinstance(n.test, ast.UnaryOp)
-    )
+    choices = [node for node in source.body if isinstance(node, ast.If)]
+    (block,) = (node for node in choices if not isinstance(node.test, ast.UnaryOp))
     told = {name.name: part.module for part in block.body for name in part.names}
     assert told == kvpact._HOMES
     needing_transformers = {"CompressedCache", "disable", "enable"}
@@ -53,9 +52,8 @@ def test_what_is_not_there_is_told():
 
 
 def test_the_package_is_the_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "kvpact", "--version"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "kvpact", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == f"kvpact {kvpact.__version__}\n", done.stderr
 
 

@@ -19,8 +19,7 @@ WIDTHS = st.integers(2, 8)
 OWN_OPTIONS = {
     "none": {"dtype": st.sampled_from(["auto", "fp16", "bf16", "fp32"])},
     "fp8": {
-        "format": st.sampled_from(["e4m3", "e5m2"]),
-        "scale": st.sampled_from(["token", "none"]),
+        "format": st.sampled_from(["e4m3", "e5m2"]), "scale": st.sampled_from(["token", "none"]),
     },
     "int": {
         "bits": WIDTHS, "group": st.integers(1, 1024), "zero": st.booleans(),
@@ -40,22 +39,17 @@ OWN_OPTIONS = {
     "kivi": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128])},
     "kvarn": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128]), "seed": st.integers(-5, 5)},
     "polarquant": {
-        "levels": st.integers(1, 6), "first": st.integers(1, 8),
-        "seed": st.integers(-5, 5),
+        "levels": st.integers(1, 6), "first": st.integers(1, 8), "seed": st.integers(-5, 5),
     },
     "qjl": {
-        "sketch": st.integers(1, 4),
-        "value_bits": WIDTHS,
-        "value_group": st.sampled_from([32, 64, 128]),
-        "seed": st.integers(-5, 5),
+        "sketch": st.integers(1, 4), "value_bits": WIDTHS,
+        "value_group": st.sampled_from([32, 64, 128]), "seed": st.integers(-5, 5),
     },
     "lowrank": {
-        "rank": st.integers(1, 65536), "energy": st.floats(0, 1),
-        "per_head": st.booleans(),
+        "rank": st.integers(1, 65536), "energy": st.floats(0, 1), "per_head": st.booleans(),
     },
     "pca": {
-        "bits": st.floats(0.5, 6), "lean": st.floats(0, 0.9),
-        "states": st.sampled_from([8, 16]),
+        "bits": st.floats(0.5, 6), "lean": st.floats(0, 0.9), "states": st.sampled_from([8, 16]),
     },
     "vq": {
         "codebook_size": st.integers(2, 65536), "dims": st.integers(1, 64),
@@ -266,8 +260,7 @@ def changed(path: str, value: object) -> dict:
     (changed("key.bits", 99), "should be one of"),
     (changed("key", "turboquant"), "a method's JSON is an object"),
     (changed("extra", 1), "an object of version, key and value"),
-    ("{", "can't be read"),
-    ("[" * 100_000, "can't be read"),
+    ("{", "can't be read"), ("[" * 100_000, "can't be read"),
     ("[]", "an object of version, key and value"),
     (None, "an object of version, key and value"),
 ])  # fmt: skip

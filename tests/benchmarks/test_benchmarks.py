@@ -1,6 +1,5 @@
 """The benchmarks run, on sizes that say nothing, and what they print and write hangs together."""
 
-import importlib
 import json
 import os
 import re
@@ -15,15 +14,7 @@ from kvpact.cli.app import app
 from kvpact.kernels.cpu.library import _load, library
 from kvpact.recipe import layer_specs, load_recipe
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 native = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Import a module of the benchmarks."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -88,9 +79,8 @@ def test_encoding(run, tmp_path):
     assert {row["spec"] for row in found["decoded"]} == {"turboquant:bits=4"}
     assert [row["spec"] for row in found["one"]] == ["polarquant", "turboquant:bits=4"]
     lines = (tmp_path / "encode.md").read_text("utf-8").splitlines()
-    first = [
-        line.count("|") for line in lines[lines.index("") :] if "| k |" in line or "| side" in line
-    ]
+    tables = lines[lines.index("") :]
+    first = [line.count("|") for line in tables if "| k |" in line or "| side" in line]
     assert set(first[: 1 + 4]) == {8}  # rows of the first table have its heading's columns
 
 

@@ -1,6 +1,5 @@
 """The leaderboard: page, sentences and picture are the committed figures; others can join."""
 
-import importlib
 import json
 import math
 import re
@@ -17,13 +16,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
 PICTURES = sorted((ROOT / "docs" / "_static").glob("overview*.svg"))
-
-
-@pytest.fixture
-def module(monkeypatch):
-    """Import a module of the benchmarks."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -98,9 +90,8 @@ def test_the_pictures_show_the_committed_figures(module, found):
 
 def row(module, package, cache, kl, bits, time):
     """Return a row that has nothing but what ranks are made of."""
-    spread = {1024: (time, time, time)}
-    make = module("leaderboard_table").Row
-    return make("m", package, "1", cache, kl, 0.0, kl, 99.0, {1024: bits}, spread[1024], spread)
+    make, spread = module("leaderboard_table").Row, (time, time, time)
+    return make("m", package, "1", cache, kl, 0.0, kl, 99.0, {1024: bits}, spread, {1024: spread})
 
 
 def test_what_kvpact_loses_is_said(module):

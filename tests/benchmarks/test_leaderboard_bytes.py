@@ -1,8 +1,5 @@
 """Bytes are found by walking, whatever an object says of itself."""
 
-import importlib
-from pathlib import Path
-
 import numpy
 import pytest
 import torch
@@ -12,9 +9,8 @@ from kvpact.testing import random_tokens
 
 
 @pytest.fixture
-def held_bytes(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("leaderboard_bytes").held_bytes
+def held_bytes(module):
+    return module("leaderboard_bytes").held_bytes
 
 
 class Holder:

@@ -45,8 +45,7 @@ def refused(cache, error, match, **changed):
 
 def packed(kind):
     x = tokens(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return {
             "sparse": x.to_sparse,
             "mkldnn": x.to_mkldnn,

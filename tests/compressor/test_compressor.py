@@ -71,9 +71,8 @@ def test_an_append_costs_the_same_however_much_is_held(method: str):
 @each_class
 def test_an_append_shares_full_segments_and_writes_to_none_that_another_has(method: str):
     x = normal(1, 2, 1, 64)
-    first = kvpact.KVCacheCompressor(method).compress_kv(
-        normal(1, 2, 700, 64), normal(1, 2, 700, 64)
-    )
+    tokens = normal(1, 2, 700, 64)
+    first = kvpact.KVCacheCompressor(method).compress_kv(tokens, tokens)
     for held in (first, kvpact.CompressedKV.from_bytes(first.to_bytes())):
         before, steps = held.to_bytes(), [held]
         for _ in range(3):
@@ -163,12 +162,9 @@ def test_a_refused_append_changes_nothing():
 
 
 def test_quant_bits_fill_in_for_a_hybrid_without():
-    bits = [
-        (side.quant_bits if isinstance(side, kvpact.Hybrid) else None)
-        for text in ("hybrid", "hybrid:rank=8", "hybrid:quant_bits=4", "vq/hybrid")
-        for side in [kvpact.KVCacheCompressor(text, quant_bits=8).spec.value]
-    ]
-    assert bits == [8, 8, 4, 8]
+    texts = ("hybrid", "hybrid:rank=8", "hybrid:quant_bits=4", "vq/hybrid")
+    specs = [kvpact.KVCacheCompressor(text, quant_bits=8).spec for text in texts]
+    assert [spec.value.quant_bits for spec in specs] == [8, 8, 4, 8]
     spec = kvpact.KVCacheCompressor(kvpact.Hybrid(quant_bits=4), quant_bits=8).spec
     assert spec.key.quant_bits == 4
     assert kvpact.KVCacheCompressor("vq").quant_bits == 8

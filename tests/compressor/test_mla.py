@@ -79,9 +79,8 @@ def test_another_method_takes_what_the_cache_gives():
 
 def test_padding_is_not_lost_silently():
     cache = kvpact.MLACache("int:bits=4", 1, RANK, ROPE)
-    cache.store(
-        0, **by_name(*latents(10)), config=kvpact.AttendConfig(padding=torch.tensor([0, 3]))
-    )
+    padded = kvpact.AttendConfig(padding=torch.tensor([0, 3]))
+    cache.store(0, **by_name(*latents(10)), config=padded)
     compressor = kvpact.KVCacheCompressor("int:bits=4")
     with pytest.raises(GeometryError, match="rows with padding"):
         compressor.compress_mla_cache(cache, 0)
@@ -111,10 +110,9 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     before = held_bytes(cache), held_bytes(paged)
     with pytest.raises(GeometryError, match="2 rows can't become one sequence"):
         compressor.decompress_to_mla_cache(packed, paged, 0, paged.allocate())
+    narrow = compressor.compress_kv(*(x[..., :16] for x in latents(5)))
     with pytest.raises(GeometryError, match="k has width 16, the cache 64"):
-        compressor.decompress_to_mla_cache(
-            compressor.compress_kv(*(x[..., :16] for x in latents(5))), cache, 1
-        )
+        compressor.decompress_to_mla_cache(narrow, cache, 1)
     many = kvpact.KVCacheCompressor(cache.specs[0]).compress_kv(*latents(51))
     with pytest.raises(CacheFull, match="51 tokens wanted, 50 allowed"):
         compressor.decompress_to_mla_cache(many, cache, 1)

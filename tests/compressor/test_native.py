@@ -36,9 +36,8 @@ def test_bytes_numbers_and_errors_are_torchs(spec, dtype):
 
 def test_what_was_loaded_or_is_paged_is_decoded_natively(tmp_path):
     k, v = tokens(300)
-    KVCacheCompressor("turboquant:bits=4", backend="torch").compress_kv_3d(k[0], v[0]).save(
-        tmp_path / "kv"
-    )
+    torchs = KVCacheCompressor("turboquant:bits=4", backend="torch")
+    torchs.compress_kv_3d(k[0], v[0]).save(tmp_path / "kv")
     compressor = KVCacheCompressor("turboquant:bits=4")
     loaded = type(compressor.compress_kv(k, v)).load(tmp_path / "kv")
     expected = loaded.decompress()

@@ -25,11 +25,11 @@ def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def filled(spec: str, count: int, pages: int = 32) -> tuple[PagedKVCache, int]:
+def filled(spec: str, count: int, pages: int = 32, given=None) -> tuple[PagedKVCache, int]:
     cache = PagedKVCache(spec, GEOMETRY, pages)
     seq = cache.allocate()
     for layer in range(2):
-        cache.append(layer, {seq: tokens(count, layer)})
+        cache.append(layer, {seq: given or tokens(count, layer)})
     return cache, seq
 
 
@@ -59,11 +59,7 @@ def test_slots_go_there_and_back(spec: str, count: int, tmp_path):
 def with_outliers(spec: str, count: int):
     k, v = tokens(count, 1)
     k[:, :4] *= 10
-    cache = PagedKVCache(spec, GEOMETRY, 32)
-    seq = cache.allocate()
-    for layer in range(2):
-        cache.append(layer, {seq: (k, v)})
-    return k, v, cache, seq
+    return k, v, *filled(spec, count, given=(k, v))
 
 
 @pytest.mark.parametrize("spec", GROUPED)

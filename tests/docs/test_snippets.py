@@ -30,8 +30,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, re
     given_model = names["name"]
     run = [block for block in RUN[page] if not block.needs]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             for block in run:
                 # Tracebacks name the page and its line. There is no hub here.
                 code = "\n" * block.line + block.code.replace(HUB, given_model)
@@ -56,8 +55,7 @@ def test_programs_of_the_readme_run_as_pasted(code, tmp_path, monkeypatch, capsy
     torch.manual_seed(0)
     code = code.replace(HUB, given_model)
     code = code.replace("cache=cache", f"{CACHE}=cache")  # as its comment says
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
+    with warnings.catch_warnings(action="error", category=FutureWarning):
         exec(compile(code, "README.md", "exec", dont_inherit=True), {})
     said = capsys.readouterr().out.splitlines()[-1]
     if code is ENGINE:
@@ -90,21 +88,16 @@ def _command_lines(text: str) -> list[list[str]]:
     return found
 
 
-COMMANDS = [
-    pytest.param(words, id=f"{name_of(page)}: {' '.join(words)[:60]}")
-    for page in PAGES
-    for block in blocks(page)
-    if block.language in SHELL
-    for words in _command_lines(block.code)
-]
-
-
 @cache
 def _root():
     return typer.main.get_command(app)
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("words", [
+    pytest.param(words, id=f"{name_of(page)}: {' '.join(words)[:60]}")
+    for page in PAGES for block in blocks(page) if block.language in SHELL
+    for words in _command_lines(block.code)
+])  # fmt: skip
 def test_a_command_line_is_one_that_kvpact_has(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for word in words:  # some options want their file to be there

@@ -1,15 +1,12 @@
 """The support matrix names tests that are there, and errors that the package raises."""
 
 import re
+from itertools import product
 
 from kvpact_pages import support
 from kvpact_pages.results import ROOT
 
 import kvpact.errors
-
-CELLS = [
-    (one["name"], engine, one[engine]) for one in support.STRUCTURES for engine in support.ENGINES
-]
 
 
 def test_tests_that_are_named_are_there():
@@ -22,10 +19,11 @@ def test_tests_that_are_not_there_are_told_apart():
 
 
 def test_every_answer_is_shown_or_says_that_it_is_not():
-    for name, engine, cell in CELLS:
-        assert cell["state"] in support.STATES, (name, engine)
+    for one, engine in product(support.STRUCTURES, support.ENGINES):
+        cell, place = one[engine], (one["name"], engine)
+        assert cell["state"] in support.STATES, place
         proven = cell["state"] in support.PROVEN
-        assert proven == bool(cell.get("tests") or cell.get("untested")), (name, engine)
+        assert proven == bool(cell.get("tests") or cell.get("untested")), place
 
 
 def test_refusals_are_worded_as_they_are_raised():

@@ -214,8 +214,7 @@ def outcome(name: str, operation: str) -> str:
         return "-"
     register_attention()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             OPERATIONS[operation](model)
     except KVPactError as error:
         return f"refused: {error}"

@@ -72,8 +72,7 @@ def test_a_warning_that_is_an_error_is_no_other(tokens, deep, ids):
     deep.set_attn_implementation("eager")
     cache, never = two(deep, LOSSY, ids[:, :tokens], attention="keep")
     fallback._said.clear()
-    with warnings.catch_warnings(), pytest.raises(fallback.FallbackWarning):
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"), pytest.raises(fallback.FallbackWarning):
         run(deep, cache, [ids[:, tokens : tokens + 30]])
     got, wanted = (run(deep, x, [ids[:, tokens:]]) for x in (cache, never))
     assert torch.allclose(got, wanted, atol=1e-4)

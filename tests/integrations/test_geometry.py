@@ -11,13 +11,10 @@ from kvpact.geometry import _ALIKE
 from kvpact.integrations.transformers.layers.shapes import layer_shapes
 
 SIZES = {
-    "vocab_size": 200_000,  # no memory is taken; the largest default id of a token is below
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+    # No memory is taken; the largest default id of a token is below the size of the vocabulary.
+    "vocab_size": 200_000, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", sorted({*_ALIKE} - {"deepseek_v2", "gemma3_text"}))

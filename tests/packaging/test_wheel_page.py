@@ -13,17 +13,12 @@ REPOSITORY = "https://example.org/someone/kvpact"
 AT = f"{REPOSITORY}/blob/v1.2"
 
 
-@pytest.mark.parametrize(
-    ("text", "made"),
-    [
-        ("[a](docs/a.md#b)", f"[a]({AT}/docs/a.md#b)"),
-        ("[a](#b)", f"[a]({AT}/README.md#b)"),
-        ("[a](https://example.org/a)", "[a](https://example.org/a)"),
-        ('<img src="docs/a.svg">', f'<img src="{REPOSITORY}/raw/v1.2/docs/a.svg">'),
-        ("`[a](b)`", "`[a](b)`"),
-        ("```\n[a](b)\n```", "```\n[a](b)\n```"),
-    ],
-)
+@pytest.mark.parametrize(("text", "made"), [
+    ("[a](docs/a.md#b)", f"[a]({AT}/docs/a.md#b)"), ("[a](#b)", f"[a]({AT}/README.md#b)"),
+    ("[a](https://example.org/a)", "[a](https://example.org/a)"),
+    ('<img src="docs/a.svg">', f'<img src="{REPOSITORY}/raw/v1.2/docs/a.svg">'),
+    ("`[a](b)`", "`[a](b)`"), ("```\n[a](b)\n```", "```\n[a](b)\n```"),
+])  # fmt: skip
 def test_links_lead_to_the_tag(text, made):
     assert published(text, REPOSITORY, "1.2") == made
 

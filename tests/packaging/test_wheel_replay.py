@@ -22,9 +22,8 @@ def run(monkeypatch, tmp_path):
 
     def with_driver(lines, status=0, errors=""):
         script = tmp_path / "driver.py"
-        script.write_text(
-            f"import sys\nprint({chr(10).join(lines)!r})\nsys.exit({errors!r} or {status})"
-        )
+        code = f"import sys\nprint({chr(10).join(lines)!r})\nsys.exit({errors!r} or {status})"
+        script.write_text(code)
         monkeypatch.setattr(wheel_replay, "driver", lambda platform, wheel: script)
         monkeypatch.setattr(wheel_replay, "runner", lambda platform: [sys.executable])
         return replay(ARM, tmp_path / "wheel", tmp_path / "cases")
@@ -70,8 +69,7 @@ def test_linux_on_arm_is_emulated_or_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "levels"), [
-    ("sse2", ["none"]),
-    ("sse2 avx2 fma f16c", ["none", "avx2"]),
+    ("sse2", ["none"]), ("sse2 avx2 fma f16c", ["none", "avx2"]),
     ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_vnni", ["none"]),
     ("avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi", ["none", "avx2"]),
 ])  # fmt: skip

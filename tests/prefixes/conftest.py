@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpact import CacheGeometry, MLACache, PagedKVCache, create_cache
+from kvpact import CacheGeometry, MLACache, PagedKVCache, PrefixCache, create_cache
 
 GEOMETRY = CacheGeometry(2, 2, 32, 16, torch.float32)
 LATENT = CacheGeometry.mla(2, 32, 16, torch.float32)
@@ -33,6 +33,10 @@ def fill(cache, ids, start=0, seq=None):
     return cache
 
 
+def prefix(store, cache, **options):
+    return PrefixCache(store, cache, **{"model": "a model", **options})
+
+
 def calibration(seed=0):
     generator = torch.Generator().manual_seed(seed)
 
@@ -58,8 +62,7 @@ def make():
         if layout == "paged":
             return PagedKVCache(spec, GEOMETRY, 40, calibration=fitted)
         room = {"num_pages": 40} if layout == "view" else {}
-        return create_cache(
-            spec, GEOMETRY, "paged" if room else "contiguous", calibration=fitted, **room
-        )
+        layout = "paged" if room else "contiguous"
+        return create_cache(spec, GEOMETRY, layout, calibration=fitted, **room)
 
     return of

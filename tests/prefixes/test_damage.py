@@ -23,9 +23,14 @@ def saved(store, ids):
     return prefixes.keys(ids), cache
 
 
-def load(store, ids, **options):
+def empty(store):
     cache = create_cache(SPEC, GEOMETRY)
-    return PrefixCache(store, cache, model="m", **options).load(ids), cache
+    return PrefixCache(store, cache, model="m"), cache
+
+
+def load(store, ids):
+    prefixes, cache = empty(store)
+    return prefixes.load(ids), cache
 
 
 def same_start(cache, whole, tokens):
@@ -56,8 +61,7 @@ def test_every_kind_of_damage_shortens_the_prefix(store, ids, saved, index):
             assert same_start(cache, whole, held)
         assert keys[index] not in store, "what is damaged goes, so that it is written anew"
     assert PrefixCache(store, whole, model="m").save(ids) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert load(store, ids)[0] == 256
 
 
@@ -76,8 +80,7 @@ def test_a_chunk_of_other_tokens_or_another_model_is_refused(store, ids, saved):
 def test_a_missing_chunk_ends_the_prefix_without_a_word(store, ids, saved):
     keys, _ = saved
     store.delete(keys[2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert load(store, ids)[0] == 128
 
 
@@ -93,8 +96,7 @@ def test_a_dead_server_is_a_miss_and_saving_says_so(ids):
     url = "redis://127.0.0.1:1"  # nothing listens on port 1
     pytest.importorskip("redis")
     cache = fill(create_cache(SPEC, GEOMETRY), ids)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StoreWarning)
+    with warnings.catch_warnings(action="ignore", category=StoreWarning):
         store = open_store(url, timeout=0.2)
         assert load(store, ids)[0] == 0
         with pytest.raises(StoreUnavailable):
@@ -119,8 +121,7 @@ def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):
     whole = fill(create_cache(SPEC, GEOMETRY), ids)
     old, new = (EncryptedStore(store, bytes([n]) * 32) for n in (1, 2))
     assert PrefixCache(old, whole, model="m").save(ids[:300]) == 4
-    cache = create_cache(SPEC, GEOMETRY)
-    prefixes = PrefixCache(new, cache, model="m")
+    prefixes, cache = empty(new)
     with pytest.warns(StoreWarning) as said:
         assert prefixes.load(ids) == 0
     assert "chunk 0 of 4" in str(said[-1].message)
@@ -128,16 +129,14 @@ def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):
     fill(cache, ids)
     assert prefixes.save(ids) == 4
     assert prefixes.match(ids) == 256 and prefixes.save(ids) == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         held, loaded = load(new, ids)
     assert held == 256 and same_start(loaded, whole, 256)
 
 
 def test_what_another_process_has_repaired_is_loaded(store, ids, saved, monkeypatch):
     keys, _ = saved
-    cache, get = create_cache(SPEC, GEOMETRY), store.get_unverified
-    prefixes = PrefixCache(store, cache, model="m")
+    (prefixes, cache), get = empty(store), store.get_unverified
 
     def without(asked):
         return [None if k == keys[2] else x for k, x in zip(asked, get(asked), strict=True)]
@@ -159,8 +158,7 @@ def test_damage_that_can_not_be_removed_is_a_miss(store, ids, saved, monkeypatch
         raise StoreUnavailable("the server does not answer")
 
     monkeypatch.setattr(store, "delete", dead)
-    cache = create_cache(SPEC, GEOMETRY)
-    prefixes = PrefixCache(store, cache, model="m")
+    prefixes, cache = empty(store)
     with pytest.warns(StoreWarning) as said:
         assert prefixes.load(ids) == cache.seq_len(0) == 64
     assert [str(w.message).partition(" (")[0].partition(":")[0] for w in said] == [
@@ -173,12 +171,12 @@ def test_damage_that_can_not_be_removed_is_a_miss(store, ids, saved, monkeypatch
 
 def test_a_chunk_with_right_checksums_that_no_cache_could_have_written(store, ids):
     """Its exact tokens are not finite; the chunks before it are taken."""
-    spec, hostile = "turboquant:bits=4,sinks=100,window=0", float("nan")
+    spec = "turboquant:bits=4,sinks=100,window=0"
     cache = fill(create_cache(spec, GEOMETRY), ids)
     prefixes = PrefixCache(store, cache, model="m")
     prefixes.save(ids)
     keys, first = prefixes.keys(ids), store.get(prefixes.keys(ids)[0])
-    cache.entry(0).k.sinks[:, :, 70] = hostile
+    cache.entry(0).k.sinks[:, :, 70] = torch.nan
     with MemoryStore() as other:
         PrefixCache(other, cache, model="m").save(ids)
         assert other.get(keys[0]) == first
@@ -195,8 +193,7 @@ def test_chunks_that_can_not_be_joined_are_a_miss(store, ids, saved, monkeypatch
     def refuse(self, count, records):
         raise FormatError("the snapshot can't be right: no reason")
 
-    cache = create_cache(SPEC, GEOMETRY)
-    prefixes = PrefixCache(store, cache, model="m")
+    prefixes, cache = empty(store)
     with monkeypatch.context() as patched:
         patched.setattr(Prefix, "state", refuse)
         with pytest.warns(StoreWarning, match="chunk 0 of 4 .*no reason"):

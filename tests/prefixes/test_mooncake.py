@@ -56,8 +56,7 @@ def test_a_prefix_of_another_process_has_the_same_bytes(master, ids, tmp_path):
     assert saved.stdout.strip() == "4"
     memory = MemoryStore()
     PrefixCache(memory, whole, model="m").save(ids)
-    with connect(MooncakeStore, master) as store, warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with connect(MooncakeStore, master) as store, warnings.catch_warnings(action="error"):
         assert sorted(store) == sorted(memory)
         assert all(store.get(key) == memory.get(key) for key in memory)
         held, cache = load(store, ids)

@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from kvpact import Calibration, PrefixCache, parse_spec
+from kvpact import Calibration, parse_spec
 from kvpact.calibration import LayerTokens, calibrate_layer
 from kvpact.errors import SpecError
 from kvpact.testing.method_base import relative_error
 
-from .conftest import calibration, fill, kv
-
-
-def prefix(store, cache, **options):
-    return PrefixCache(store, cache, **{"model": "a model", **options})
+from .conftest import calibration, fill, kv, prefix
 
 
 def calibrated():
@@ -58,8 +54,7 @@ def test_caches_of_unlike_specs_share_what_is_stored(store, make, ids):
         assert prefix(store, loaded, **options).load(ids) == 256
         error = relative_error(kv(ids, 1)[0][:, :, :256], loaded.dequantize(1, "k"))
         assert error < 0.8  # these keys fill all directions; of real ones see the slow tests
-    fitted = calibration()
-    paged = make("lowrank:rank=31", "paged", fitted)
+    paged = make("lowrank:rank=31", "paged", calibration())
     seq = paged.allocate()
     assert prefix(store, paged, **options).load(ids, seq=seq) == 256
 

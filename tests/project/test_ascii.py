@@ -35,10 +35,8 @@ def test_no_text_of_a_repr_or_an_error_has_another_sign():
 
 def test_caches_and_stores_print_as_ascii(tmp_path):
     shape = kvpact.CacheGeometry(1, 2, 64)
-    for cache in (
-        kvpact.create_cache("int:bits=4", shape),
-        kvpact.PagedKVCache("int:bits=4", shape, 4),
-    ):
+    paged = kvpact.PagedKVCache("int:bits=4", shape, 4)
+    for cache in (kvpact.create_cache("int:bits=4", shape), paged):
         assert repr(cache).isascii() and repr(cache).endswith(" int:bits=4 | empty>")
     with open_store(str(tmp_path / "モデル")) as store:
         assert repr(store).isascii() and r"\u30e2" in repr(store)

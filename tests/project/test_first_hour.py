@@ -56,13 +56,11 @@ def test_the_meaning_is_plain(line, spec, model):
 
 # A line, and what its error says.
 @pytest.mark.parametrize(("line", "message"), {
-    "kvpact.CompressedCache('smollm2')": (
-        "model, tokenizer = kvpact.load_model('smollm2'); CompressedCache(model)"
-    ),
+    "kvpact.CompressedCache('smollm2')":
+        "model, tokenizer = kvpact.load_model('smollm2'); CompressedCache(model)",
     "kvpact.CompressedCache('int4', model)": "write: CompressedCache(model, 'int4')",
-    "kvpact.CompressedCache((model, None))": (
-        "model, tokenizer = kvpact.load_model(...); CompressedCache(model)"
-    ),
+    "kvpact.CompressedCache((model, None))":
+        "model, tokenizer = kvpact.load_model(...); CompressedCache(model)",
     "kvpact.CompressedCache(LlamaForCausalLM)": "(model), of a model of transformers",
     "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
     "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
@@ -78,22 +76,16 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.create_cache(kvpact.CacheGeometry(1, 1, 32), 'int4')": "create_cache('int4', geometry)",
     "kvpact.create_cache('int4', model)": "CacheGeometry.from_config(model.config) makes one",
     "kvpact.CompressedCache(model, 'FP8')": "did you mean 'fp8'?",
-    "kvpact.CompressedCache(model, 'nf4')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'fp4')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'mxfp4')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'q4_k_m')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'hqq')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'quanto')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'awq')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'auto')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache(model, 'best')": "CompressedCache(model, 'trellis:bits=4')",
-    "kvpact.CompressedCache('HuggingFaceTB/SmolLM2-135M')": (
-        "model, tokenizer = kvpact.load_model('HuggingFaceTB/SmolLM2-135M'); CompressedCache(model)"
-    ),
+    **{
+        f"kvpact.CompressedCache(model, '{name}')": "CompressedCache(model, 'trellis:bits=4')"
+        for name in ("nf4", "fp4", "mxfp4", "q4_k_m", "hqq", "quanto", "awq", "auto", "best")
+    },
+    "kvpact.CompressedCache('HuggingFaceTB/SmolLM2-135M')":
+        "model, tokenizer = kvpact.load_model('HuggingFaceTB/SmolLM2-135M'); "
+        "CompressedCache(model)",
     "kvpact.CompressedCache(model, nbits=4, q_group_size=64)": "(model, 'int:bits=4,group=64')",
-    "kvpact.CompressedCache(model, nbits=4, residual_length=128)": (
-        "(model, 'trellis:bits=4,window=128')"
-    ),
+    "kvpact.CompressedCache(model, nbits=4, residual_length=128)":
+        "(model, 'trellis:bits=4,window=128')",
     "kvpact.CompressedCache(model, cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, kv_cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, method='turboquant')": "(model, 'turboquant:bits=4')",
@@ -175,9 +167,8 @@ def test_every_layout_tells_what_it_holds():
     plain.store_kv(0, k[0, 0, :1], v[0, 0, :1])
     plain.advance()
     assert repr(plain).startswith("<KVCache none | 1 token | ")
-    mixed = kvpact.create_cache(
-        {"default": "int4", "layers": {"0": "int8"}}, kvpact.CacheGeometry(2, 1, 64)
-    )
+    recipe = {"default": "int4", "layers": {"0": "int8"}}
+    mixed = kvpact.create_cache(recipe, kvpact.CacheGeometry(2, 1, 64))
     assert mixed.spec == "mixed"
 
 

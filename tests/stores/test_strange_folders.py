@@ -78,8 +78,7 @@ def test_a_folder_that_everybody_may_write_to_is_warned_of(tmp_path, mode):
 def test_other_folders_are_taken_without_a_word(tmp_path, mode):
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(mode)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         store = DirectoryStore(tmp_path / "store")
         store.put("a", b"one")
         assert store.get("a") == b"one"

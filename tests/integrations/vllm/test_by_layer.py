@@ -59,10 +59,9 @@ def test_layers_with_a_window_know_the_largest_token_beside_them():
         "layers.0.attn": layer(window=8), "layers.1.attn": layer(heads=3), "layers.2.attn": layer(),
         "layers.3.experts": SimpleNamespace(), "layers.3.cross": layer(Other),
     }  # fmt: skip
+    given = give(layers, [FOUR, FOUR, EIGHT, FOUR])
     # 68 bytes at 4 bits, 136 at 8.
-    assert list(give(layers, [FOUR, FOUR, EIGHT, FOUR]).values()) == [
-        "at most 272", FOUR, EIGHT, None, Other,
-    ]  # fmt: skip
+    assert list(given.values()) == ["at most 272", FOUR, EIGHT, None, Other]
 
 
 def test_what_was_given_stays_and_other_kinds_keep_their_kind():

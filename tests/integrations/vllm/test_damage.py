@@ -43,8 +43,7 @@ def test_a_prompt_is_cut_where_it_can_not_be_stored(number, side):
     rows = [Row(0, 100, 0, (1, 2, 3, 4)), Row(100, 150, 0, (5, 6))]
     out, cut = step(layer, rows, torch.cat([bad, other], 1))
     want, none = step(right, rows, torch.cat([given, other], 1))
-    assert list(cut) == [0] and isinstance(cut[0], NonFiniteError)
-    assert none == {}
+    assert list(cut) == [0] and isinstance(cut[0], NonFiniteError) and none == {}
     assert out[45:100].isnan().all()
     torch.testing.assert_close(out[:45], want[:45], atol=1e-5, rtol=1e-5)
     assert torch.equal(out[100:], want[100:])
@@ -60,8 +59,7 @@ def test_who_reads_a_damaged_page_gets_nan_until_it_is_written_anew():
     # The sequence goes on, another one shares both pages, a third the page before the cut.
     rows = [Row(0, 1, 64, (1, 2, 3)), Row(1, 2, 64, (1, 2, 4)), Row(2, 3, 32, (1, 5))]
     out, cut = step(layer, rows, torch.cat([one, one, one], 1))
-    assert cut == {}
-    assert out[:2].isnan().all()
+    assert cut == {} and out[:2].isnan().all()
     step(right, [Row(0, 64, 0, (1, 2))], good)
     want, _ = step(right, [Row(0, 1, 32, (1, 5))], one)
     assert torch.equal(out[2:], want)
@@ -84,16 +82,14 @@ def test_a_single_token_cuts_its_sequence_alone(number):
     kept = layer.pages[[1, 2]].clone()
     out, cut = step(layer, rows, spoiled(new, 0, number))
     want, _ = step(right, rows, new)
-    assert list(cut) == [0]
-    assert out[0].isnan().all()
+    assert list(cut) == [0] and out[0].isnan().all()
     torch.testing.assert_close(out[1], want[1], atol=1e-6, rtol=1e-6)
     assert torch.equal(layer.pages[3], right.pages[3])
     assert torch.equal(layer.pages[[1, 2]], kept)
     # The step after: the other goes on as if nothing had been.
     rows = [Row(0, 1, 41, (1, 2)), Row(1, 2, 21, (3,))]
     (out, cut), (want, _) = (step(one, rows, new) for one in (layer, right))
-    assert cut == {}
-    assert out[0].isnan().all()
+    assert cut == {} and out[0].isnan().all()
     assert torch.equal(out[1], want[1])
 
 

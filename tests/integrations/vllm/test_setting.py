@@ -57,10 +57,8 @@ def test_what_pages_can_not_hold_in_one_layer_is_refused(monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize(("text", "reason"), [
     ("turboquant:bits=4", "write 'turboquant:bits=4,sinks=0'"),
-    (
-        "int:bits=8,sinks=0/int:bits=4,sinks=0,window=9",
-        "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'",
-    ),
+    ("int:bits=8,sinks=0/int:bits=4,sinks=0,window=9",
+     "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'"),
     ("kivi:sinks=0,window=0", "packs 32 tokens together"),
     ("turboquant:bits=4,center=64,sinks=0,window=0", "method of K packs 64 tokens together"),
     ("trellis:bits=4,sinks=0,window=0", "method of K learns from its tokens"),
@@ -112,10 +110,8 @@ def test_without_means_keys_are_packed_one_by_one(calibrated):
 
 @pytest.mark.parametrize(("text", "reason"), [
     ("turboquant:bits=4,sinks=0", "learns nothing"),
-    (
-        "trellis:bits=4,sinks=0,window=32",
-        "window, which is smaller; write 'trellis:bits=4,sinks=0'",
-    ),
+    ("trellis:bits=4,sinks=0,window=32",
+     "window, which is smaller; write 'trellis:bits=4,sinks=0'"),
     ("trellis:bits=4,sinks=0,first=false", "packs 64 tokens together"),
     ("trellis:bits=4", "write 'trellis:bits=4,sinks=0'"),
     ("vq:sinks=0", "learns from its tokens"),
@@ -133,9 +129,7 @@ def test_specs_that_a_calibration_does_not_help_are_refused(calibrated, text, re
     ((1, 2, 64), [0], 1, "trellis:bits=4", "is of 2 layers, the model has 1"),
     ((1, 2, 64), [0], 2, "trellis:bits=4,weights=false", "run kvpact calibrate with --spec"),
 ])  # fmt: skip
-def test_a_calibration_of_another_model_is_refused(
-    calibrated, geometry, numbers, total, spec, reason
-):
+def test_another_models_calibration_is_refused(calibrated, geometry, numbers, total, spec, reason):
     calibrated(f"{spec},sinks=0")
     with pytest.raises(SpecError, match=re.escape(reason)):
         learnt_of(numbers, [parse_spec(spec)], CacheGeometry(*geometry), total)
