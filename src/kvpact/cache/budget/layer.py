@@ -26,6 +26,7 @@ from kvpact.spec import Spec
 
 Rungs = Sequence[tuple[int, Spec]]
 """From more than so many tokens on, a spec."""
+Pair = tuple[Stream, Stream]
 
 
 class Descent(NamedTuple):
@@ -73,18 +74,19 @@ class BudgetLayer(CacheLayer):
     ) -> LayerPlan:
         """Encode new tokens, and those held where a rung is passed; the layer stays as it is."""
         rungs, ahead = self._descent
-        held, padding, (k_stream, v_stream) = self._begun(k, v, config, sizes, rungs[0][1])
-        total, k_new, v_new = held.length + k.shape[2], k, v
-        ahead = ahead if held.descent else self._to_learn(rungs, k_stream)
+        held, padding, pair = self._begun(k, v, config, sizes, rungs[0][1])
+        total, (k_new, v_new) = held.length + k.shape[2], (k, v)
+        ahead = ahead or self._to_learn(rungs, pair[0])
         ahead = None if ahead is None else placed(ahead, held, config, padding)
-        seen = next_seen(held, ahead or k_stream, k, q)
+        seen = next_seen(held, ahead or pair[0], k, q)
         if len(rungs) > 1 and total > rungs[1][0]:
             self.clean, sizes = False, None
             last = len([length for length, _ in rungs[1:] if length < total])
-            steps, rungs = rungs[: last + 1], rungs[last:]
-            k_stream, k_new = self._climbed(True, steps, k_stream, k, padding, seen, ahead)
-            v_stream, v_new = self._climbed(False, steps, v_stream, v, padding)
-            ahead = None if k_stream.codec.learns_from else ahead
+            pair, (k_new, v_new) = self._climbed(
+                rungs[: last + 1], pair, (k, v), padding, seen, ahead
+            )
+            rungs, ahead = rungs[last:], None if pair[0].codec.learns_from else ahead
+        k_stream, v_stream = pair
         if k_stream.length and k_new.shape[2] > PIECE:
             self.clean, sizes = False, None
             k_stream, k_new = in_pieces(k_stream, k_new, padding, seen)
@@ -98,22 +100,42 @@ class BudgetLayer(CacheLayer):
         return plan._replace(after=self.paced(after))
 
     def paced(self, held: Held, rows: Tensor | None = None) -> Held:
-        """Return what is held with what it is to learn, and the tokens up to which steps store."""
-        if held.descent is None or held.k is None:
+        """Return what is held with the tokens up to which steps only store them."""
+        if held.descent is None:
             return held
-        (rungs, ahead), padding = held.descent, held.padding
+        rungs, ahead = held.descent
         until = rungs[1][0] if len(rungs) > 1 else inf
-        if ahead is None and (ahead := self._to_learn(rungs, held.k)) is not None:
-            ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))
+        ahead = ahead if held.length else None
         if ahead is not None:
             first, last = ahead.learning  # queries are to be seen
             until = min(until, first) if held.length < last else until
             ahead = ahead if rows is None else ahead.select(rows)
         return held._replace(descent=Descent(rungs, ahead), until=until)
 
-    def learner(self, held: Held) -> Stream | None:
+    def restore(self, held: Held) -> None:
+        """Hold other streams from now on, whose slots are clean."""
+        if held.k is not None and held.descent is not None:
+            ahead = self._ahead(held.descent, held.k, held.padding)
+            held = self.paced(held._replace(descent=Descent(held.descent.rungs, ahead)))
+        super().restore(held)
+
+    def empty(self) -> BudgetLayer:
+        """Return a layer like this one that holds nothing."""
+        other = super().empty()
+        assert isinstance(other, BudgetLayer)
+        other.planned = self.planned
+        return other
+
+    def learner(self, k: Stream, padding: Tensor | None) -> Stream:
         """Return the stream of keys whose codec is to learn from queries."""
-        return (held.descent and held.descent.ahead) or held.k
+        return self._ahead(self._descent, k, padding) or k
+
+    def _ahead(self, descent: Descent, k: Stream, padding: Tensor | None) -> Stream | None:
+        """Return `Descent.ahead` of keys, whose rows begin behind their padding."""
+        rungs, ahead = descent
+        if ahead is None and (ahead := self._to_learn(rungs, k)) is not None and ahead.offset:
+            ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))
+        return ahead
 
     def knows_positions(self) -> bool:
         """Return whether keys lack, or will lack, something that depends on positions."""
@@ -139,14 +161,13 @@ class BudgetLayer(CacheLayer):
                 now, last = rungs[0][1], passed[-1][1]
                 then = Spec(last.key, now.value) if key else last
                 left = [(n, Spec(last.key, spec.value)) for n, spec in passed] if key else []
-                steps, padding, seen = [(0, now), (0, then)], held.padding, held.seen
-                before = held.k if key else held.v
-                none, queries = before.memory.tensor[:, :, :0], seen if key else None
-                after, _ = self._climbed(key, steps, before, none, padding, queries, ahead)
-                k, v = (after, held.v) if key else (held.k, after)
+                none = held.k.memory.tensor[:, :, :0], held.v.memory.tensor[:, :, :0]
+                (k, v), _ = self._climbed(
+                    [(0, now), (0, then)], (held.k, held.v), none, held.padding, held.seen, ahead
+                )
                 plan = self.compute.plan(k.plan, v.plan, k.offset is not None, self._latent)
                 ahead = None if k.codec.learns_from else ahead
-                seen = None if (ahead or k).codec.ready else seen
+                seen = None if (ahead or k).codec.ready else held.seen
                 descent = Descent([(0, then), *left, *rungs[1 + len(passed) :]], ahead)
                 self._held = self.paced(
                     held._replace(k=k, v=v, plan=plan, seen=seen, runner=None, descent=descent)
@@ -162,33 +183,37 @@ class BudgetLayer(CacheLayer):
 
     def _climbed(
         self,
-        key: bool,
         steps: Rungs,
-        stream: Stream,
-        x: Tensor,
+        pair: Pair,
+        new: tuple[Tensor, Tensor],
         padding: Tensor | None,
-        seen: Tensor | None = None,
-        ahead: Stream | None = None,
-    ) -> tuple[Stream, Tensor]:
-        """Store new tokens up to the last step, and take all; return the stream, and what is left.
+        seen: Tensor | None,
+        ahead: Stream | None,
+    ) -> tuple[Pair, tuple[Tensor, Tensor]]:
+        """Store new tokens up to the last step, and take all; return the streams, and what is left.
 
-        `steps`: the spec of now, and those to take; `seen`, `ahead`: of keys.
+        `steps`: the spec of now, and those to take.
         """
-        before, *methods = [spec.key if key else spec.value for _, spec in steps]
-        for (length, spec), after in zip(steps[1:], methods, strict=True):
-            if after == before:
-                continue
-            fresh = not stream.length and before.name == "none"  # nothing would be decompressed
-            if not fresh and length > stream.length:
-                stream, x = _up_to(length, stream, x, padding, seen)
-            into = self.new_stream(stream.memory.tensor, key, spec=spec)
-            known = stream.offset or (key and ahead and ahead.offset)
-            into = into.from_origin(known.origin) if known else into
-            stream = into if fresh else recoded(stream, into, padding, seen)
-            before = after
-        if steps[-1][0] > stream.length:
-            stream, x = _up_to(steps[-1][0], stream, x, padding, seen)
-        return stream, x
+        (_, first), left, done = steps[0], [], []
+        for side, (stream, x) in enumerate(zip(pair, new, strict=True)):
+            before, queries = (first.value, None) if side else (first.key, seen)
+            for length, spec in steps[1:]:
+                after = spec.value if side else spec.key
+                if after == before:
+                    continue
+                fresh = not stream.length and before.name == "none"  # nothing would be decompressed
+                if not fresh and length > stream.length:
+                    stream, x = _up_to(length, stream, x, padding, queries)
+                into = self.new_stream(stream.memory.tensor, not side, spec=spec)
+                placed = None if side else stream.offset or (ahead and ahead.offset)
+                into = into.from_origin(placed.origin) if placed else into
+                stream = into if fresh else recoded(stream, into, padding, queries)
+                before = after
+            if steps[-1][0] > stream.length:
+                stream, x = _up_to(steps[-1][0], stream, x, padding, queries)
+            done.append(stream)
+            left.append(x)
+        return (done[0], done[1]), (left[0], left[1])
 
 
 def _up_to(

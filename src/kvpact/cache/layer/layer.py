@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -255,7 +255,7 @@ class CacheLayer:
             return stream
         return stream._replace(offset=known_by_position(codec, key, self.offset))
 
-    def empty(self) -> Self:
+    def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
         return type(self)(
             self._spec, self._make_store, self.codecs, self._latent, self.compute, None, self.offset
@@ -265,9 +265,9 @@ class CacheLayer:
         """Return what is held after a change, of the batch rows given; see `BudgetLayer`."""
         return held
 
-    def learner(self, held: Held) -> Stream | None:
-        """Return the stream of keys whose codec is to learn from queries."""
-        return held.k
+    def learner(self, k: Stream, padding: Tensor | None) -> Stream:
+        """Return the stream of keys, here `k`, whose codec is to learn from queries."""
+        return k
 
     def knows_positions(self) -> bool:
         """Return whether keys lack, or will lack, something that depends on positions."""
@@ -331,9 +331,9 @@ class CacheLayer:
         k = held.k.truncate(length, held.padding)
         v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
-        learner, seen, begin = self.learner(held) or k, held.seen, held.begin if length else 0
-        if seen is not None:
-            seen = seen[:, :, : max(length - learner.learning[0], 0)].clone()
+        first, seen = self.learner(k, padding).learning[0], held.seen
+        seen = None if seen is None else seen[:, :, : max(length - first, 0)].clone()
+        begin = held.begin if length else 0
         after = held._replace(k=k, v=v, padding=padding, seen=seen, runner=None, begin=begin)
         return self.paced(after._replace(version=held.version + 1))
 

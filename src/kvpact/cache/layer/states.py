@@ -183,9 +183,8 @@ def restored_layer(
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     given = state.padding
     padding = None if given is None else torch.tensor(given, dtype=torch.int64, device="cpu")
-    whole = empty.paced(empty._held._replace(k=streams[0], v=streams[1], padding=padding))
-    seen = _seen(empty.learner(whole) or streams[0], state.streams[0], device)
-    empty.restore(whole._replace(seen=seen))
+    seen = _seen(empty.learner(streams[0], padding), state.streams[0], device)
+    empty.restore(empty._held._replace(k=streams[0], v=streams[1], padding=padding, seen=seen))
     return empty
 
 
