@@ -87,8 +87,8 @@ def test_exact_tokens_have_no_gradients(found):
     assert found.scored == TOKENS - CHUNK
     for side in (found.key, found.value):
         shape = (400, 2, CODED.stop - CODED.start, 16)
-        found = {layer: [x.shape for x in parts] for layer, parts in side.items()}
-        assert found == {0: [shape], 1: [shape]}
+        shapes = {layer: [x.shape for x in parts] for layer, parts in side.items()}
+        assert shapes == {0: [shape], 1: [shape]}
     exact = found.seen.layers[0]
     wrong = exact.k.clone()
     wrong[:, :, : CODED.start] += 1
