@@ -31,6 +31,13 @@ class FP8(Method):
         4 exponent and 3 mantissa bits, or 5 and 2.
     scale : {"token", "none"}
         An fp16 scale per token and head, or none.
+
+    Examples
+    --------
+    >>> codec = make_codec(FP8(), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'codes': [252, 246, 238, 230, 0, 102, 115, 126], 'scale': [0.017852783203125]}
     """
 
     name: ClassVar[str] = "fp8"

@@ -63,6 +63,13 @@ class Integer(Method):
         Rotate the vectors at random before they are rounded.
     seed : int
         Chooses the rotation's signs; must be 0 without a rotation.
+
+    Examples
+    --------
+    >>> codec = make_codec(Integer(bits=4), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'codes': [15, 12, 10, 9, 8, 7, 5, 0], 'scale': [-1.0]}
     """
 
     name: ClassVar[str] = "int"

@@ -32,6 +32,13 @@ class KIVI(Method):
         2 to 8; the paper has 2 and 4.
     group : {32, 64, 128}
         Tokens (K) or channels (V) that share a scale and a zero.
+
+    Examples
+    --------
+    >>> codec = make_codec(KIVI(bits=2), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'codes': [0, 1, 1, 1, 1, 2, 2, 3], 'scale': [5.0], 'zero': [-7.0]}
     """
 
     name: ClassVar[str] = "kivi"

@@ -163,6 +163,13 @@ class PolarQuant(Method):
         Bits of an angle of level 1, 1 to 8; those of other levels have 2.
     seed : int
         Chooses the rotation's signs.
+
+    Examples
+    --------
+    >>> codec = make_codec(PolarQuant(), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'angles1': [13, 9, 8, 12], 'angles2': [1, 2], 'angles3': [1], 'radii': [6.0]}
     """
 
     name: ClassVar[str] = "polarquant"

@@ -94,6 +94,13 @@ class QJL(Method):
         Channels of V that share a scale and a zero.
     seed : int
         Chooses the projection of K.
+
+    Examples
+    --------
+    >>> codec = make_codec(QJL(), True, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'signs': [0, 0, 1, 0, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 0, 1], 'scale': [4.2421875]}
     """
 
     name: ClassVar[str] = "qjl"

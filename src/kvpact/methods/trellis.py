@@ -65,6 +65,13 @@ class Trellis(FittedMethod):
         Whether channels of K are sorted into blocks of different bits.
     seed : int
         Chooses the rotations' signs.
+
+    Examples
+    --------
+    >>> codec = make_codec(Trellis(bits=4), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'codes': [10, 3, 3, 5, 3, 6, 8, 3], 'scale': [144]}
     """
 
     name: ClassVar[str] = "trellis"

@@ -171,6 +171,13 @@ class TurboQuant(Method):
         sequence, or nothing.
     seed : int
         Chooses the rotation's signs.
+
+    Examples
+    --------
+    >>> codec = make_codec(TurboQuant(bits=4), False, 8, torch.float32)
+    >>> codes = codec.encode(torch.tensor([[[[-7.0, -4, -2, -1, 0, 1, 3, 8]]]]))
+    >>> {name: x.flatten().tolist() for name, x in codes.items()}
+    {'codes': [11, 3, 3, 4, 3, 7, 9, 2], 'scale': [3.919921875]}
     """
 
     name: ClassVar[str] = "turboquant"
