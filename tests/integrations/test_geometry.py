@@ -1,5 +1,7 @@
 """`CacheGeometry.from_config`: what a config of transformers says of K and V."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from tiny_configs import deepseek, falcon_h1, gemma3, lfm2
@@ -19,12 +21,19 @@ SIZES = {
 
 @pytest.mark.parametrize("kind", sorted({*_ALIKE} - {"deepseek_v2", "gemma3_text"}))
 def test_it_is_what_the_layers_of_the_model_hold(kind):
+    experts = "moe" in kind or kind in ("deepseek_v3", "gpt_oss", "mixtral")
+    if experts and find_spec("transformers.integrations.moe") is None:
+        pytest.skip("these experts ask which tokens they get, which has no answer without weights")
     more = {"num_experts_per_tok": 1} if "moe" in kind or kind in ("gpt_oss", "mixtral") else {}
     if kind == "gpt_oss":
         more |= {"layer_types": ["sliding_attention", "full_attention"]}
     config = deepseek(SIZES) if kind == "deepseek_v3" else CONFIG_MAPPING[kind](**SIZES | more)
     found = CacheGeometry.from_config(config, torch.bfloat16)
+    if not hasattr(config, "pad_token_id"):
+        pytest.skip("StableLM of transformers 5.0 makes no model of its own config")
     shapes = layer_shapes(config, torch.bfloat16)
+    if found.latent and not shapes[0].latent:
+        pytest.skip("before 5.15 transformers caches keys and values made of the latents")
     assert found.num_layers == len(shapes) == 2
     for shape in shapes:
         assert (shape.heads, shape.key_dim) == (found.num_kv_heads, found.head_dim)
