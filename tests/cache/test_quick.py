@@ -228,6 +228,23 @@ def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched,
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_quick_step_knows_the_limit_of_each_side(watched, side):
+    """What one side's codec can't hold is refused, though the other side's could hold it."""
+    small, large = "fp8:scale=none,window=3", "int:bits=4,window=3"
+    spec = f"{small}/{large}" if side == "k" else f"{large}/{small}"
+    cache = create_cache(spec, GEOMETRY)
+    k, v, q = random(90)
+    cache.prefill(0, k[:, :, :70], v[:, :, :70])
+    for t in range(70, 80):
+        cache.attend(0, k=k[:, :, t : t + 1], v=v[:, :, t : t + 1], q=q[:, :, t : t + 1])
+    taken, last = watched.taken, {"k": k[:, :, 80:81], "v": v[:, :, 80:81]}
+    last[side] = torch.full_like(last[side], 1e5)
+    with pytest.raises(NonFiniteError):
+        cache.attend(0, **last, q=q[:, :, 80:81])
+    assert taken > 0 and cache.seq_len(0) == 80
+
+
 @pytest.mark.parametrize("case", ("padding", "views", "rules", "latent"))
 def test_calls_of_other_shapes(case, watched):
     """Left padding, tokens in views, rules of the call, latents."""
