@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
-from kvpact.integrations.transformers.calibrate import output_energies
+from kvpact.integrations.transformers.attention.calibrate import output_energies
 from kvpact.integrations.transformers.model.offsets import key_offsets
 from kvpact.integrations.transformers.versions import named
 from kvpact.stores import open_store

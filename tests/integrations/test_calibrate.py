@@ -9,8 +9,8 @@ from transformers import CohereConfig, DynamicCache, LlamaConfig, Qwen2Config
 from kvpact import Snapshot, parse_spec, recode
 from kvpact.errors import GeometryError, SpecError
 from kvpact.integrations.transformers import CompressedCache, calibrate, key_offsets, prefix_cache
+from kvpact.integrations.transformers.attention.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.attention.seen import seen_attention
-from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.versions import named
 from kvpact.kernels import RowRotation
 from kvpact.stores import MemoryStore

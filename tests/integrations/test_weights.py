@@ -16,8 +16,8 @@ from kvpact import parse_spec
 from kvpact.errors import KVPactError, MismatchError
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.transformers import calibrate, key_offsets, prefix_cache, versions
+from kvpact.integrations.transformers.attention.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.layers.made_keys import KeyMaker
 from kvpact.integrations.transformers.model import offsets
 from kvpact.integrations.transformers.versions import named

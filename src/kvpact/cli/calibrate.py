@@ -84,7 +84,7 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
     import torch
 
     from kvpact.evaluate.feed import first_tokens
-    from kvpact.integrations.transformers.calibrate import LEAST_TOKENS
+    from kvpact.integrations.transformers.attention.calibrate import LEAST_TOKENS
 
     share = tokens // len(texts)
     ids = [first_tokens(tokenizer, content, share) for _, content in texts]

@@ -13,9 +13,9 @@ except ImportError as error:
         "transformers is not installed; run: pip install 'kvpact[transformers]'"
     ) from error
 
+from kvpact.integrations.transformers.attention.calibrate import calibrate
 from kvpact.integrations.transformers.attention.forward import ATTENTION, register_attention
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.calibrate import calibrate
 from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.enable import Enabled, disable, enable
 from kvpact.integrations.transformers.model.fallback import FallbackWarning
