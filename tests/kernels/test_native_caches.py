@@ -106,3 +106,19 @@ def test_codecs_that_learn_otherwise_are_torchs():
     k, v = torch.randn(2, 1, 2, 128, 64, generator=torch.Generator().manual_seed(12))
     cache.prefill(0, k, v)
     assert cache.stats()["compute"]["learn"] == {"torch": 1}
+
+
+@pytest.mark.parametrize("spec", ["int:bits=8", "turboquant:bits=3", "kivi:bits=2"])
+def test_sinks_that_are_in_the_tail_count_once(spec):
+    """A padded row begins among the tokens that are exact in all rows, its sinks with it."""
+    geometry, padding = CacheGeometry(1, 2, 32, dtype=torch.float32), torch.tensor([0, 90])
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 2, 2, 101, 32, generator=generator)
+    q, found = torch.randn(2, 4, 101, 32, generator=generator), []
+    for backend in ("cpu", "torch"):
+        cache = create_cache(f"{spec},window=40,sinks=4", geometry, backend=backend)
+        for part in (slice(0, 100), slice(100, 101)):
+            given = {"k": k[:, :, part], "v": v[:, :, part], "q": q[:, :, part]}
+            output = cache.attend(0, **given, config=AttendConfig(padding=padding))
+        found.append(output)
+    torch.testing.assert_close(*found, atol=1e-3, rtol=0)
