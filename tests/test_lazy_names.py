@@ -17,7 +17,7 @@ def test_all_names_are_there_and_known_to_type_checkers():
     (block,) = (node for node in choices if not isinstance(node.test, ast.UnaryOp))
     told = {name.name: part.module for part in block.body for name in part.names}
     assert told == kvpact._HOMES
-    needing_transformers = {"CompressedCache", "disable", "enable"}
+    needing_transformers = {"CompressedCache", "calibration_of", "disable", "enable"}
     assert {*told, "errors"} - needing_transformers == {*kvpact.__all__}
     try:
         import transformers  # noqa: F401

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
     from kvpact.integrations.models import load_model as load_model
     from kvpact.integrations.sizes import size as size
     from kvpact.integrations.transformers import CompressedCache as CompressedCache
+    from kvpact.integrations.transformers import calibration_of as calibration_of
     from kvpact.integrations.transformers import disable as disable
     from kvpact.integrations.transformers import enable as enable
     from kvpact.key_offset import KeyOffset as KeyOffset
@@ -63,7 +64,7 @@ _NAMES = {
     "kvpact.geometry": "CacheGeometry",
     "kvpact.integrations.models": "load_model",
     "kvpact.integrations.sizes": "size",
-    "kvpact.integrations.transformers": "CompressedCache disable enable",
+    "kvpact.integrations.transformers": "CompressedCache calibration_of disable enable",
     "kvpact.key_offset": "KeyOffset",
     "kvpact.methods.hybrid": "Hybrid",
     "kvpact.methods.lowrank": "LowRank",

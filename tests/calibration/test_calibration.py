@@ -94,10 +94,10 @@ def test_another_file_is_refused(tmp_path):
     {"layers": {}, "model": ""},
 ])  # fmt: skip
 def test_wrong_headers_are_refused(broken, tmp_path):
-    from kvpact.calibration.base import write_file
+    from kvpact.calibration.base import _container
 
     path = tmp_path / "a.safetensors"
-    write_file(path, broken, [{}] * len(broken["layers"]))
+    _container(broken, [{}] * len(broken["layers"])).save(path)
     with pytest.raises(FormatError):
         Calibration.load(path)
 

@@ -4,8 +4,8 @@ import pytest
 from commands import bad, passed
 
 from kvpact import Calibration, Snapshot
-from kvpact.cli.calibrate import rows_of
 from kvpact.data import book_path
+from kvpact.integrations.transformers.attention.learnt import text_rows
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, and so on."
 
@@ -39,13 +39,13 @@ def test_every_piece_of_a_text_begins_as_texts_do():
             return {"input_ids": ids if text else [*ids, 2]}
 
     texts = [("a", " ".join(map(str, range(10, 4510)))), ("b", " ".join(map(str, range(9000))))]
-    rows = rows_of(Words([7]), texts, 8192)
+    rows = text_rows(Words([7]), texts, 8192)
     assert [len(row) for row in rows] == [2048] * 4
     assert all(row[0] == 7 for row in rows)
     assert rows[0][1] == 10 and rows[1][1] == 10 + 2047 and rows[3][1] == 2047
-    two = rows_of(Words([7, 8]), texts, 8192)
+    two = text_rows(Words([7, 8]), texts, 8192)
     assert all(row[:2].tolist() == [7, 8] for row in two) and two[1][2] == 10 + 2046
-    bare = rows_of(Words([]), texts, 8192)
+    bare = text_rows(Words([]), texts, 8192)
     assert [int(row[0]) for row in bare] == [10, 10 + 2048, 0, 2048]
 
 
@@ -84,7 +84,7 @@ def test_wrong_input_is_told(model_folder, tmp_path):
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text("A sentence. " * 90, encoding="utf-8")
     many = [part for number in range(9) for part in ("--text", tmp_path / f"{number}.txt")]
-    assert "for 9 texts" in bad("calibrate", model_folder, *out, *many, "--tokens", 900)
+    assert "from 9 texts" in bad("calibrate", model_folder, *out, *many, "--tokens", 900)
     assert "128 or more" in bad("calibrate", model_folder, *out, *short)
     assert "none of these methods" in bad("calibrate", model_folder, *out, "--spec", "int:bits=8")
     assert "no folder" in bad("calibrate", model_folder, "--out", tmp_path / "no" / "a")

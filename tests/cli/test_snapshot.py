@@ -192,11 +192,11 @@ def test_a_store_that_can_not_be_reached_costs_nothing_but_time(model_folder):
     assert figure(result.stdout, "from the store") == "0"
 
 
-def test_prefixes_of_methods_that_learn_need_a_calibration(model_folder, tmp_path):
-    options = ("--model", model_folder, "--prefix-store", tmp_path / "store")
-    for spec in ((), ("--spec", "vq")):
-        error = bad("generate", TEXT, *spec, *options)
-        assert "--calibration" in error and "turboquant" in error and "loading" not in error
-    recipe = tmp_path / "plan.toml"
-    recipe.write_text('default = "vq"\n', encoding="utf-8")
-    assert "not fitted" in bad("generate", TEXT, "--spec", recipe, *options)
+def test_prefixes_of_methods_that_learn_calibrate_them_once(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path / "home"))
+    options = ("--model", model_folder, "--max-new-tokens", 3, "--prefix-store", tmp_path / "store")
+    first = passed("generate", TEXT * 3, *options)
+    assert "calibrating trellis:bits=4 to this model, once" in first.stderr
+    second = passed("generate", TEXT * 3, *options)
+    assert "calibrat" not in second.stderr
+    assert int(figure(second.stdout, "from the store")) >= 64

@@ -24,6 +24,7 @@ SHELL = ("", "console", "bash", "sh")
 @pytest.mark.parametrize("page", [p for p in PAGES if RUN[p]], ids=name_of)
 def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, record_property):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path / "kvpact"))
     stand_in(monkeypatch)
     torch.manual_seed(0)
     names, before = given(tmp_path), set(known_names())

@@ -60,6 +60,7 @@ def given(folder: Path) -> dict[str, Any]:
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder / "model")
     ascii_tokenizer().save_pretrained(folder / "model")
+    model.name_or_path = str(folder / "model")  # as of one that was loaded from there
     texts = [torch.arange(128 * 2) * 7 % 120]
     specs = [kvpact.parse_spec("pca:bits=1.5"), kvpact.parse_spec("trellis:bits=4")]
     calibrate(model, texts, specs).save(folder / "smollm2.calibration")

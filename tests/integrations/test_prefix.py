@@ -134,7 +134,7 @@ def test_what_is_refused(llama, ids, prompt):
         llama(input_ids=padded[0], attention_mask=padded[1], **named(row))
         with pytest.raises(GeometryError, match="one row without padding"):
             prefix_cache(store, llama, row).save(padded[0])
-        with pytest.raises(SpecError, match="not fitted"):
+        with pytest.raises(SpecError, match="tokenizer=tokenizer"):
             prefix_cache(store, llama, CompressedCache(llama.config, "vq"))
         assert len(store) == 0
 

@@ -151,7 +151,11 @@ class Calibration:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file (safetensors with checksums): whole, or with an `OSError` not at all."""
-        write_file(path, self._header(), self._tensors())
+        _container(self._header(), self._tensors()).save(path)
+
+    def to_bytes(self) -> bytes:
+        """Return what `save` writes, for `from_bytes`."""
+        return _container(self._header(), self._tensors()).to_bytes()
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Calibration:
@@ -166,14 +170,19 @@ class Calibration:
         FileNotFoundError
             There is no such file.
         """
-        header, tensors = read_file(path)
+        return cls.from_bytes(read_regular(path), str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str = "calibration") -> Calibration:
+        """Read what `to_bytes` gave; errors, which begin with `name`, are those of `load`."""
+        header, tensors = _read(data, name)
         layers, following = {}, iter(tensors)
-        for layer, data in header["layers"].items():
+        for layer, about in header["layers"].items():
             k, v = (
                 {name: {part: next(following) for part in parts} for name, parts in side.items()}
-                for side in (data["k"], data["v"])
+                for side in (about["k"], about["v"])
             )
-            heads, key_dim, value_dim = data["shape"]
+            heads, key_dim, value_dim = about["shape"]
             layers[int(layer)] = LayerCalibration(heads, key_dim, value_dim, k, v)
         return cls(layers, header["model"], header["tokens"])
 
@@ -271,18 +280,16 @@ KIND = "kvpact.calibration"
 VERSION = 1
 
 
-def write_file(
-    path: str | PathLike[str], header: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]]
-) -> None:
-    """Write a file: the header, and of each layer tensors by name."""
+def _container(header: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]]) -> Container:
+    """Return a file: the header, and of each layer tensors by name."""
     tensors = [item for layer in layers for item in layer.items()]
     runs = [(1, [sum(x.nbytes for x in layer.values()) for layer in layers])]
-    Container.build(KIND, VERSION, header, tensors, runs).save(path)
+    return Container.build(KIND, VERSION, header, tensors, runs)
 
 
-def read_file(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Tensor]]:
+def _read(data: bytes, path: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the header and, in the order in which it names them, the tensors; all is checked."""
-    held = Container(read_regular(path), KIND, VERSION)
+    held = Container(data, KIND, VERSION)
     header = {name: value for name, value in held.manifest.items() if name != "sections"}
     check(header, {"layers": dict, "model": str, "tokens": SIZE}, f"{path}: header")
     for number, layer in header["layers"].items():

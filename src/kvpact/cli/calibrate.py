@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -12,26 +12,24 @@ from kvpact.cli.console import note, print_document, print_pairs, progress, size
 from kvpact.cli.inputs import InputError, check_models, check_output, open_model, texts_of
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
-if TYPE_CHECKING:
-    import torch
-
 SPECS = ["pca", DEFAULT_SPEC]
-ROW = 2048
+PAGES = f"{DEFAULT_SPEC},sinks=0"
+"""What vLLM's pages hold of the default spec: they have no place for sinks."""
+_DEFAULTS = f"[default: {', '.join(SPECS)}; if kept, {PAGES}, too]"
 
 
 def calibrate_command(
     model: str = options.MODEL_ARGUMENT,
-    out: Path = typer.Option(
-        Path("calibration.safetensors"),
+    out: Path | None = options.optional(
         dir_okay=False,
-        help="File to write; an earlier calibration is replaced, nothing else is.",
+        help="File to write, for other machines; if omitted, the calibration is kept where "
+        "prefixes, pages and engines find it.",
     ),
     force: bool = options.FORCE,
     text: list[Path] = options.TEXTS,
-    spec: list[str] = typer.Option(
-        SPECS,
-        help="Spec to calibrate; `pca` and `trellis` learn the same at all bits. Several may be "
-        "given.",
+    spec: list[str] | None = options.optional(
+        help="Spec to calibrate; `pca` and `trellis` learn the same at most bits. Several may be "
+        f"given. {_DEFAULTS}",
         autocompletion=options.complete_spec,
     ),
     tokens: int = typer.Option(4096, min=256, help="Tokens of all texts together."),
@@ -39,67 +37,63 @@ def calibrate_command(
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
 ) -> None:
-    """Calibrate methods to a model, for prefixes, pages and pca.
+    """Calibrate methods to a model, for prefixes, pages, engines and pca.
 
     Use texts of the kinds that the model will read; about 4,000 tokens are enough.
     """
     from kvpact.calibration import Calibration
 
-    specs = [parse_spec(one) for one in dict.fromkeys(spec)]
-    check_output(out, "calibration", Calibration.load, force)
+    texts = spec or [*SPECS, *([PAGES] if out is None else [])]
+    specs = [parse_spec(one) for one in dict.fromkeys(texts)]
+    if out is not None:
+        check_output(out, "calibration", Calibration.load, force)
     given = texts_of(text)
     check_models([model])
     network, tokenizer = open_model(model, dtype, threads)
-    rows = rows_of(tokenizer, given, tokens)
+    from kvpact.integrations.calibrations import keep, learning, name_of
+    from kvpact.integrations.fingerprint import files_fingerprint, model_fingerprint, model_folder
+    from kvpact.integrations.transformers import calibrate
+    from kvpact.integrations.transformers.attention.learnt import text_rows
+
+    groups = [[one] for one in learning(specs)] if out is None else [specs]
+    if out is not None and len({name_of([one]) for one in specs}) > len(
+        {one.key.learnt_name() for one in specs}
+    ):
+        raise InputError(
+            f"{', '.join(map(str, specs))}: one file can't hold what they learn, which sinks or "
+            "bits make different; write a file for each"
+        )
+    rows = text_rows(tokenizer, given, tokens)
     held = sum(map(len, rows))
     if held < tokens:
         note(f"the texts give {held} tokens, fewer than the {tokens} asked for")
-    from kvpact.integrations.transformers import calibrate
-
-    with progress("calibrating") as report:
-        found = calibrate(network, rows, specs, progress=report)
-    found.save(out)
-    layer, size = next(iter(found.layers.values())), out.stat().st_size
+    name, places = model_fingerprint(network), [out] if out else []
+    k: dict[str, Any] = {}
+    v: dict[str, Any] = {}
+    for group in groups:
+        label = ", ".join(map(str, group))
+        with progress(f"calibrating {label}") as report:
+            found = calibrate(network, rows, group, progress=report, fingerprint=name)
+        layer = next(iter(found.layers.values()))
+        k, v = {**k, **layer.k}, {**v, **layer.v}
+        if out is not None:
+            found.save(out)
+            continue
+        places.append(keep(found, name, group))
+        if (folder := model_folder(network.name_or_path)) is not None:
+            keep(found, files_fingerprint(folder, {}), group)
+    size = sum(place.stat().st_size for place in places)
+    shown = out or places[0].parent
     if as_json:
         counts = {"layers": len(found.layers), "tokens": found.tokens}
-        learnt = {"k": list(layer.k), "v": list(layer.v)}
-        print_document("calibrate", file=str(out), bytes=size, **counts, **learnt)
+        learnt = {"k": list(k), "v": list(v)}
+        print_document("calibrate", file=str(shown), bytes=size, **counts, **learnt)
         return
     rows_shown = (
         ("layers", len(found.layers)),
         ("tokens", found.tokens),
-        ("learnt of K", ", ".join(layer.k) or "-"),
-        ("learnt of V", ", ".join(layer.v) or "-"),
+        ("learnt of K", ", ".join(k) or "-"),
+        ("learnt of V", ", ".join(v) or "-"),
         ("bytes", size_text(size)),
     )
-    print_pairs(("calibration", out), rows_shown)
-
-
-def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
-    """Return equal pieces of texts, as much of each: at most `tokens` tokens in all.
-
-    What the tokenizer puts in front of texts is in front of each piece, too: what is learnt of the
-    first key is of that token, which may draw much of the attention.
-    """
-    import torch
-
-    from kvpact.evaluate.feed import first_tokens
-    from kvpact.integrations.transformers.attention.calibrate import LEAST_TOKENS
-
-    share = tokens // len(texts)
-    ids = [first_tokens(tokenizer, content, share) for _, content in texts]
-    short = min(zip(ids, texts, strict=True), key=lambda pair: len(pair[0]))
-    if len(short[0]) < LEAST_TOKENS:
-        raise InputError(
-            f"{short[1][0]} gives {len(short[0])} tokens of --tokens {tokens} for {len(texts)} "
-            f"texts; every text has to give {LEAST_TOKENS} or more"
-        )
-    length = min(len(one) // -(-len(one) // ROW) for one in ids)
-    rows, empty = [], tokenizer("")["input_ids"]
-    for one in ids:
-        same = [int(x) == y for x, y in zip(one, empty, strict=False)]
-        front = one[: [*same, False].index(False)]  # after it there may be a token of the end
-        size = length - len(front)
-        parts = torch.split(one[len(front) :], size)
-        rows += [torch.cat([front, part]) for part in parts if len(part) == size]
-    return rows
+    print_pairs(("calibration", shown), rows_shown)

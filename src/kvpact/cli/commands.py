@@ -81,7 +81,7 @@ COMMANDS = {
         ),
     ),
     "calibrate": CommandEntry(
-        "Calibrate methods to a model, for prefixes, pages and pca.",
+        "Calibrate methods to a model, for prefixes, pages, engines and pca.",
         "calibrate:calibrate_command",
         ("kvpact calibrate smollm2 --text notes.txt --out smollm2.calibration",),
     ),

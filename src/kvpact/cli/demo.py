@@ -18,7 +18,7 @@ from kvpact.cli.console import output_console, print_document, progress, say, si
 from kvpact.cli.inputs import check_positions, continued, open_model
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
-from kvpact.evaluate.feed import first_tokens
+from kvpact.integrations.models import first_tokens
 from kvpact.kernels import giving_back
 from kvpact.spec import DEFAULT_SPEC
 

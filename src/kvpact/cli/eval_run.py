@@ -28,12 +28,13 @@ from kvpact.evaluate import (
     write_report,
 )
 from kvpact.evaluate.base import row_name, run_name, whole_share
-from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+from kvpact.evaluate.feed import check_sizes, positions
 from kvpact.evaluate.files import write_growth
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.growth import TITLES
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.text import kl_text, verdict_of
+from kvpact.integrations.models import first_tokens
 from kvpact.methods.cautions import KEY_NORM, cautions
 from kvpact.spec import parse_spec
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpact.calibration import Calibration
-    from kvpact.evaluate import Candidate
 
 
 TOO_SHORT = "nothing to save yet: sinks and a window stay exact; take a longer text"
@@ -108,8 +107,6 @@ def generate(
     if budget is not None and prefix_store is not None:
         raise InputError("--prefix-store can't go with --budget: leave one of them out")
     candidate, text = candidate_of(spec, sliding, budget), prompt_text(file, prompt, "continue")
-    if prefix_store is not None and calibration is None:
-        _require_shareable(candidate)
     loaded = (model, dtype, threads)
     given = prompted(candidate, text, loaded, calibration, chat=chat, new=max_new_tokens)
     network, tokenizer, ids, cache, known = given
@@ -127,18 +124,6 @@ def generate(
         print_document("generate", spec=candidate.label, text=stream.text(), **figures)
     else:
         show(candidate.label, figures, prefix)
-
-
-def _require_shareable(candidate: Candidate) -> None:
-    """Raise `InputError` for a spec that learns from its prompt; recipes are checked later."""
-    from kvpact.evaluate.runner import learns
-
-    if not candidate.is_recipe and learns(candidate.layers(1)[0]):
-        raise InputError(
-            f"{candidate.label} learns from its prompt, and prompts that share a store need "
-            "the same codes; give --calibration (see kvpact calibrate), or a --spec that learns "
-            "nothing, such as turboquant:bits=4"
-        )
 
 
 def figures_of(

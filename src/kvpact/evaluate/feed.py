@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 CacheFactory = Callable[[Any, Candidate], Any]
 """Called as ``make_cache(model.config, candidate)``."""
@@ -105,13 +104,6 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     output = model(input_ids=ids[None], use_cache=True, **named(cache))
     logits: Tensor = output.logits[0]
     return logits
-
-
-def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> Tensor:
-    """Return the first `tokens` tokens of a text, int64 ``[N]``; fewer where it has fewer."""
-    # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
-    ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def feed(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int) -> Tensor:

@@ -17,12 +17,13 @@ from torch import Tensor
 from kvpact.errors import BudgetExceeded
 from kvpact.evaluate.base import Candidate, EvaluationError
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
-from kvpact.evaluate.feed import Steps, chunks, compressed_cache, first_tokens, forward, positions
+from kvpact.evaluate.feed import Steps, chunks, compressed_cache, forward, positions
 from kvpact.evaluate.metrics import mean_and_error, score_tokens
 from kvpact.evaluate.task_scores import Asked, answers, prepared
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.tasks import TaskCase, make_cases
 from kvpact.evaluate.text import kl_text
+from kvpact.integrations.models import first_tokens
 from kvpact.integrations.sizes import size
 from kvpact.integrations.weights import input_device
 from kvpact.recipe import SpecLike, sensitivities

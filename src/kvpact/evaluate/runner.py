@@ -22,7 +22,7 @@ from kvpact.evaluate import feed
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
-from kvpact.integrations.models import opened
+from kvpact.integrations.models import first_tokens, opened
 from kvpact.integrations.weights import input_device
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
@@ -168,7 +168,7 @@ def evaluate_text(
     text = book_path().read_text("utf-8") if text is None else text
     one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)
     candidates: Any = [specs] if one else specs
-    ids = feed.first_tokens(tokenizer, text, tokens)
+    ids = first_tokens(tokenizer, text, tokens)
     return evaluate(network, ids, candidates, chunk=chunk, **options)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kvpact.calibration import Calibration
 from kvpact.calibration.base import State
 from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.calibrations import learning, of_files
+from kvpact.integrations.fingerprint import model_folder
 from kvpact.spec import Spec
 
 Learnt = tuple[State, State]
@@ -23,15 +26,20 @@ class Known(NamedTuple):
     name: str
 
 
-def read(path: str, setting: str) -> Known:
-    """Read a file that a setting names. Raises `SpecError`, `FormatError`, `IntegrityError`."""
-    name = f"{setting}={path!r}"
+def read(where: str, setting: str, specs: Sequence[Spec] = ()) -> Known:
+    """Read the file that a setting names, or find or make the calibration of a model to specs.
+
+    Raises `SpecError`, `FormatError`, `IntegrityError`.
+    """
+    name = f"{setting}={where!r}"
+    if specs and not Path(where).is_file() and (folder := model_folder(where)) is not None:
+        return Known(of_files(folder, learning(specs)), name)
     try:
-        return Known(Calibration.load(path), name)
+        return Known(Calibration.load(where), name)
     except OSError as error:
         raise SpecError(
-            f"{name} can't be read ({error}); `kvpact calibrate MODEL --out FILE` writes such a "
-            "file"
+            f"{name} can't be read ({error}): name a model's folder, or a file that `kvpact "
+            "calibrate MODEL --out FILE` wrote"
         ) from error
 
 

@@ -63,8 +63,8 @@ class ChunkFormat(Generic[Where]):
     """Conversion of chunks to bytes and back; every token is packed: no sinks and no window.
 
     A chunk is a record of kvpact's stores, with a checksum over everything and the hash of the key,
-    around files of `CompressedKV`, whose batch are the chunk's layers. Of a `calibration`, a file,
-    each chunk has what its layers learnt, and one of another calibration is refused.
+    around files of `CompressedKV`, whose batch are the chunk's layers. Of a `calibration`, a file
+    or a model, each chunk has what its layers learnt, and one of another calibration is refused.
     """
 
     def __init__(self, spec: str | Spec, layout: Where, calibration: str | None = None) -> None:
@@ -75,12 +75,20 @@ class ChunkFormat(Generic[Where]):
         self.layout = layout
         self._compressor = KVCacheCompressor(self.spec, measure=False)
         self._sizes: dict[tuple[Shape, torch.dtype], int] = {}
-        self._known = None if calibration is None else calibrated.read(calibration, "calibration")
+        self._known: calibrated.Known | None = None
+        if calibration is not None:
+            self._known = calibrated.read(calibration, "calibration", [named])
         self._states: dict[tuple[Shape, torch.dtype], Learnt] = {}
         self._groups = self._checked_groups(str(named))
 
     def __str__(self) -> str:
         return f"{self.spec}, {self.layout}"
+
+    def learnt_digest(self) -> str:
+        """Return a digest of the calibration, "" where there is none."""
+        if self._known is None:
+            return ""
+        return hashlib.blake2b(self._known.held.to_bytes()).hexdigest()
 
     def _checked_groups(self, text: str) -> list[tuple[str, int]]:
         """Return the tokens that K and V pack together."""

@@ -73,6 +73,18 @@ def files_fingerprint(folder: str | PathLike[str], config: Mapping[str, Any]) ->
     return digest.hexdigest()
 
 
+def model_folder(name: str, revision: str | None = None) -> Path | None:
+    """Return where a model's files lie on this machine; None where they don't."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # whatever a hub's client raises
+        return None
+
+
 def has_adapters(model: Any) -> bool:
     """Return whether a model has adapters (PEFT) that are not merged into its weights."""
     if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):

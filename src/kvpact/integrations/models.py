@@ -177,6 +177,13 @@ def opened(
     return model, tokenizer
 
 
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> torch.Tensor:
+    """Return the first `tokens` tokens of a text, int64 ``[N]``; fewer where it has fewer."""
+    # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
+    ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
+
+
 class _ModelPlace(NamedTuple):
     """The place of a model: `from_pretrained`'s argument, whether it is a path, what may help."""
 

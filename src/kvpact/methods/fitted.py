@@ -112,7 +112,8 @@ class FittedCodec(Codec):
         """Raise `SpecError` unless the state is there."""
         if not self.fitted:
             raise SpecError(
-                f"{type(self).__name__} is not fitted yet; call fit with calibration tokens"
+                f"{type(self).__name__} is not fitted yet; make the cache with "
+                "calibration=kvpact.calibration_of(model), or call fit with calibration tokens"
             )
 
     def fit(self, x: Tensor) -> Self:

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvpact.data import book_path
 from kvpact.evaluate import TaskCase, evaluate, make_cases, score_tasks
 from kvpact.evaluate.base import EvaluationError, Progress
-from kvpact.evaluate.feed import Steps, check_sizes, first_tokens, part, positions
+from kvpact.evaluate.feed import Steps, check_sizes, part, positions
 from kvpact.evaluate.task_source import token_counter
-from kvpact.integrations.models import opened
+from kvpact.integrations.models import first_tokens, opened
 from kvpact.integrations.sizes import size
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike

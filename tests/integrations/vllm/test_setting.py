@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import torch
 from kvpact.calibration import Calibration, LayerCalibration
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.calibrated import learnt_of
 from kvpact.integrations.vllm import CALIBRATION, SETTING, register, served_specs
-from kvpact.integrations.vllm.calibrated import learnt_of
+from kvpact.integrations.vllm.calibrated import known_of, named
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.spec import parse_spec
 
@@ -61,7 +63,7 @@ def test_what_pages_can_not_hold_in_one_layer_is_refused(monkeypatch, tmp_path, 
      "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'"),
     ("kivi:sinks=0,window=0", "packs 32 tokens together"),
     ("turboquant:bits=4,center=64,sinks=0,window=0", "method of K packs 64 tokens together"),
-    ("trellis:bits=4,sinks=0,window=0", "method of K learns from its tokens"),
+    ("vq:sinks=0", "method of K learns from its tokens"),
     ("lowrank:sinks=0,window=0", "learns from its tokens"),
     ("turbo", "turbo"),
 ])  # fmt: skip
@@ -93,7 +95,7 @@ def calibrated(monkeypatch, tmp_path):
 def test_what_codecs_learnt_is_that_of_their_layers(calibrated, text):
     state = calibrated(text)
     specs = served_specs(2)
-    found = learnt_of([1], specs[:1], CacheGeometry(1, 2, 64), 2)
+    found = learnt_of(named(), [1], specs[:1], CacheGeometry(1, 2, 64), 2)
     assert found[0][0].keys() == state.keys() and found[0][1] == {}
     k, _ = codecs(specs[1], 64, 64, torch.float32, found[0])
     assert k.ready and k.group == 64
@@ -104,7 +106,7 @@ def test_without_means_keys_are_packed_one_by_one(calibrated):
     text = "trellis:bits=4,center=0,sinks=0,window=0"
     calibrated(text, learns="trellis:bits=4,center=0")
     (spec,) = served_specs(1)
-    (learnt,) = learnt_of([0], [spec], CacheGeometry(1, 2, 64), 2)
+    (learnt,) = learnt_of(named(), [0], [spec], CacheGeometry(1, 2, 64), 2)
     assert codecs(spec, 64, 64, torch.float32, learnt)[0].group == 1
 
 
@@ -132,7 +134,7 @@ def test_specs_that_a_calibration_does_not_help_are_refused(calibrated, text, re
 def test_another_models_calibration_is_refused(calibrated, geometry, numbers, total, spec, reason):
     calibrated(f"{spec},sinks=0")
     with pytest.raises(SpecError, match=re.escape(reason)):
-        learnt_of(numbers, [parse_spec(spec)], CacheGeometry(*geometry), total)
+        learnt_of(named(), numbers, [parse_spec(spec)], CacheGeometry(*geometry), total)
 
 
 def test_a_calibration_that_is_missing_or_stands_alone_is_refused(monkeypatch, tmp_path):
@@ -143,9 +145,26 @@ def test_a_calibration_that_is_missing_or_stands_alone_is_refused(monkeypatch, t
     monkeypatch.setenv(SETTING, "trellis:bits=4,sinks=0")
     with pytest.raises(SpecError, match="can't be read"):
         register()
-    monkeypatch.delenv(CALIBRATION)
-    with pytest.raises(SpecError, match="set KVPACT_VLLM_CALIBRATION"):
-        register()
+
+
+def test_the_models_own_calibration_is_found_or_made(monkeypatch, tmp_path):
+    monkeypatch.delenv(CALIBRATION, raising=False)
+    monkeypatch.setenv(SETTING, "default")
+    specs, asked = served_specs(2), []
+    assert [str(spec) for spec in specs] == ["trellis:bits=4,sinks=0"] * 2
+
+    def made(folder, wanted):
+        asked.append((folder, list(wanted)))
+        return Calibration({}, tokens=7)
+
+    monkeypatch.setattr("kvpact.integrations.vllm.calibrated.of_files", made)
+    model = SimpleNamespace(model=str(tmp_path), revision=None)
+    for _ in range(2):
+        assert known_of(model, specs).held.tokens == 7
+    assert asked == [(tmp_path, [specs[0]])]
+    assert known_of(model, [parse_spec("int:bits=8")]) is None
+    with pytest.raises(SpecError, match=r"no/where are not on this machine: set KVPACT_"):
+        known_of(SimpleNamespace(model="no/where", revision=None), specs)
 
 
 def test_a_gpu_that_is_not_there_is_named():

@@ -6,20 +6,20 @@ threads for storage end at an exception, so none leaves `get`, `set` and `exists
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
 from kvpact.errors import GeometryError, IntegrityError, KVPactError, MismatchError, SpecError
+from kvpact.integrations.calibrations import learning
 from kvpact.integrations.chunks import ChunkFormat, digest_of
 from kvpact.integrations.sglang.pages import PageLayout
+from kvpact.spec import parse_spec
 from kvpact.stores import Store, open_store
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
     ----------
     storage_config : HiCacheStorageConfig
         SGLang's; its `extra_config` has ``kvpact``: ``spec``, ``store`` (a URL of `open_store`),
-        ``calibration`` (a file, for specs that learn) and options of the store.
+        ``calibration`` (a file or a model, for specs that learn; SGLang's model if omitted) and
+        options of the store.
     options : mapping, optional
         What SGLang gives backends besides it; not used.
 
@@ -61,6 +62,8 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         self._spec, self._calibration = given["spec"], given.get("calibration")
         if not isinstance(self._calibration, str | None):
             raise SpecError(f"calibration={self._calibration!r} should be the path of a file")
+        if self._calibration is None and learning([parse_spec(self._spec)]):
+            self._calibration = storage_config.model_name
         self._chunks: ChunkFormat[PageLayout] | None = None
         self._place = ""
         self._lock = threading.Lock()
@@ -82,8 +85,8 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
             )
         sizes = (layout.layers, layout.heads, layout.tokens, layout.head_dim)
         about = [*self._owner, str(chunks.spec), str(mem_pool_host.dtype), str(sizes)]
-        if self._calibration is not None:
-            about.append(hashlib.blake2b(Path(self._calibration).read_bytes()).hexdigest())
+        if learnt := chunks.learnt_digest():
+            about.append(learnt)
         self._chunks, self._place = chunks, digest_of(8, map(str.encode, about))
         super().register_mem_pool_host(mem_pool_host)
         logger.info("kvpact stores %s: %s bytes of %s", chunks, packed, exact)

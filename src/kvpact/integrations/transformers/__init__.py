@@ -15,6 +15,7 @@ except ImportError as error:
 
 from kvpact.integrations.transformers.attention.calibrate import calibrate
 from kvpact.integrations.transformers.attention.forward import ATTENTION, register_attention
+from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.enable import Enabled, disable, enable
@@ -32,6 +33,7 @@ __all__ = [
     "FallbackWarning",
     "PagedBatch",
     "calibrate",
+    "calibration_of",
     "disable",
     "enable",
     "key_offsets",

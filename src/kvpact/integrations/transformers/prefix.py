@@ -13,11 +13,13 @@ import torch
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.stream.codecs import Calibration
 from kvpact.errors import GeometryError, MismatchError, SnapshotError, SpecError
+from kvpact.integrations.calibrations import learning
 from kvpact.integrations.fingerprint import (
     model_fingerprint,
     require_adapter_name,
     weights_seen,
 )
+from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.held.told import watch
 from kvpact.integrations.transformers.layers.engine_layers import record_shapes
@@ -28,7 +30,7 @@ from kvpact.integrations.weights import input_device, part_of
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.fetch import first_lacking
 from kvpact.prefixes.sources import Codecs
-from kvpact.recipe import SpecLike
+from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import RecordState
 from kvpact.snapshot.state import CacheState
 from kvpact.stores import Store
@@ -263,8 +265,9 @@ def prefix_cache(
         it where many caches serve one model, and compute it again when the weights change. Where
         heads are on several processes (tensor parallelism), rank and number of processes are added.
     adapter, tenant, chunk, storage, calibration, windows : optional
-        As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
-        are loaded, `adapter` has to say which one is active, and how strongly.
+        As in `PrefixCache`. Methods that learn from tokens, and have learnt nothing yet, are given
+        what `calibration_of` returns. Adapters that are merged are in the fingerprint already;
+        where others are loaded, `adapter` has to say which one is active, and how strongly.
 
     Raises
     ------
@@ -275,11 +278,12 @@ def prefix_cache(
         The model has adapters that are not merged, and `adapter` is missing; or its weights can't
         be read, and `fingerprint` is missing.
     SpecError
-        The spec's method learns from tokens, so that prefixes can't be shared.
+        The spec's method learns from tokens, and the cache holds some already, or the model's
+        tokenizer is not known (see `calibration_of`).
 
     Examples
     --------
-    >>> cache = CompressedCache(model, "turboquant:bits=4")
+    >>> cache = CompressedCache(model)
     >>> prefixes = prefix_cache(store, model, cache)
     >>> prefixes.prefill(input_ids)
     >>> tokens = model.generate(input_ids, cache=cache)
@@ -303,11 +307,21 @@ def prefix_cache(
             f"{decoder.model_type} makes entries of several tokens each, which are no chunks of a "
             "prefix; a snapshot of the whole cache can be taken"
         )
-    seen = weights_seen(model)
+    seen, compressed = weights_seen(model), layer_facts(decoder).compressed()
+    name = fingerprint or model_fingerprint(model, adapter=adapter)
+    specs = cache._shared.specs if storage is None else layer_specs(storage, len(compressed))
+    known = calibration if storage is not None else cache._shared.calibration
+    if known is None and learning(specs) and not (storage is None and cache.get_seq_length()):
+        known = calibration_of(model, specs, store=store, fingerprint=name, adapter=adapter)
+        known = known.select(compressed)
+        if storage is None:
+            cache._shared.calibration = known.needed(specs).to(input_device(model))
+        else:
+            calibration = known
     prefixes = TextPrefixes(
         store,
         _PrefixSource(cache, model),
-        model=(fingerprint or model_fingerprint(model, adapter=adapter)) + part_of(model),
+        model=name + part_of(model),
         adapter=adapter,
         tenant=tenant,
         chunk=chunk,

@@ -2,17 +2,18 @@
 
 vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its
 processes. It does nothing unless the environment variable ``KVPACT_VLLM_SPEC`` names a spec or a
-recipe. Nothing of vLLM is imported before that, and nothing of it is replaced but the attention
-backend that vLLM's own registry lets a plug-in replace.
+recipe, or ``default``. Nothing of vLLM is imported before that, and nothing of it is replaced but
+the attention backend that vLLM's own registry lets a plug-in replace.
 """
 
 from __future__ import annotations
 
 from kvpact.errors import BackendUnavailable, SpecError
+from kvpact.integrations.calibrations import learning
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
 from kvpact.integrations.vllm.dtype import register_dtype
 from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs, require
-from kvpact.integrations.vllm.setting import SETTING, refuse, served, served_specs
+from kvpact.integrations.vllm.setting import DEFAULT, SETTING, refuse, served, served_specs
 from kvpact.recipe import is_recipe
 
 __all__ = ["CALIBRATION", "SETTING", "register", "served_specs"]
@@ -35,12 +36,9 @@ def register() -> None:
     text = served()
     if text is None:
         if calibration_file() is not None:
-            raise SpecError(
-                f"{CALIBRATION} is set, and {SETTING} is not: set it to 'trellis:bits=4,sinks=0'"
-            )
+            raise SpecError(f"{CALIBRATION} is set, and {SETTING} is not: set it to {DEFAULT!r}")
         return
-    if not is_recipe(text):
-        served_specs(1)
+    specs = [] if is_recipe(text) else served_specs(1)
     check_needs(NEEDS)
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -49,8 +47,8 @@ def register() -> None:
     if on_cpu:
         taken = {"CPU_ATTN": "backend.KVPactBackend", "AMX_MLA": "latents.LatentBackend"}
     elif current_platform.is_cuda():
-        if calibration_file() is not None:
-            refuse(f"{CALIBRATION} on a GPU")
+        if learning(specs):
+            refuse("specs that learn from a model on a GPU: take 'turboquant:bits=4,sinks=0'")
         taken = dict.fromkeys(_ON_CUDA, "cuda.CudaBackend")
     else:
         raise BackendUnavailable(

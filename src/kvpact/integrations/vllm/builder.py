@@ -14,9 +14,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvpact.integrations.vllm.calibrated import calibration, calibration_file
+from kvpact.integrations.vllm.calibrated import known_of
 from kvpact.integrations.vllm.prompt import FEW, PromptRun, Scratch
-from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
+from kvpact.integrations.vllm.setting import codecs, native_plan, refuse, served_specs
 from kvpact.integrations.vllm.window import SLACK, Row, waves
 from kvpact.kernels import Plan
 from kvpact.spec import Spec
@@ -188,13 +188,9 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         page_tokens=spec.block_size,
         capacity_ratio=plain / content,
     )
-    if (known := calibration()) is not None and pair[0].learns_from:
-        logger.info(
-            "kvpact's codecs of K learnt from %d tokens (%s); whether of this model can be checked "
-            "of its layers, heads and widths alone",
-            known.tokens,
-            calibration_file(),
-        )
+    every = served_specs(config.model_config.get_total_num_hidden_layers())
+    if (known := known_of(config.model_config, every)) is not None:
+        logger.info("kvpact's codecs learnt from %d tokens (%s)", known.held.tokens, known.name)
     if sliding:
         logger.info(
             "kvpact leaves %d layers with a sliding window to vLLM's own attention, in %s",

@@ -1,17 +1,22 @@
-"""The plug-in's second setting, an environment variable: the file of a calibration."""
+"""What the codecs of pages learnt: of a file that a variable names, or of the model's files.
+
+Where there is no calibration, a process of its own makes it when the engine starts.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
-from kvpact.calibration import Calibration
-from kvpact.geometry import CacheGeometry
+from kvpact.errors import SpecError
 from kvpact.integrations import calibrated
 from kvpact.integrations.calibrated import Known, Learnt
+from kvpact.integrations.calibrations import learning, of_files
+from kvpact.integrations.fingerprint import model_folder
 from kvpact.spec import Spec
 
 CALIBRATION = "KVPACT_VLLM_CALIBRATION"
@@ -22,13 +27,8 @@ def calibration_file() -> str | None:
     return os.environ.get(CALIBRATION, "").strip() or None
 
 
-def calibration() -> Calibration | None:
+def named() -> Known | None:
     """Return what the file holds, None where none is named. Raises `SpecError`, `FormatError`."""
-    known = _known()
-    return None if known is None else known.held
-
-
-def _known() -> Known | None:
     path = calibration_file()
     return None if path is None else _loaded(path)
 
@@ -38,11 +38,24 @@ def _loaded(path: str) -> Known:
     return calibrated.read(path, CALIBRATION)
 
 
-def learnt_of(
-    numbers: Sequence[int], specs: Sequence[Spec], geometry: CacheGeometry, total: int
-) -> list[Learnt]:
-    """Return what the codecs of some layers of the model learnt: `calibrated.learnt_of`."""
-    return calibrated.learnt_of(_known(), numbers, specs, geometry, total)
+def known_of(model: Any, specs: Sequence[Spec]) -> Known | None:
+    """Return what the specs of a model's layers learnt, None where they learn nothing.
+
+    `model`: vLLM's configuration of it. Raises `SpecError`, `FormatError`, `IntegrityError`.
+    """
+    learnt = tuple(learning(specs))
+    return (named() or _found(model.model, model.revision, learnt)) if learnt else None
+
+
+@lru_cache(maxsize=4)
+def _found(name: str, revision: str | None, specs: tuple[Spec, ...]) -> Known:
+    folder = model_folder(name, revision)
+    if folder is None:
+        raise SpecError(
+            f"{', '.join(map(str, specs))} learns from a model, and the files of {name} are not on "
+            f"this machine: set {CALIBRATION} to a file that `kvpact calibrate` wrote"
+        )
+    return Known(of_files(folder, specs), f"the calibration of {folder}")
 
 
 def of_rank(learnt: Learnt, heads: int, rank: int, ranks: int) -> Learnt:

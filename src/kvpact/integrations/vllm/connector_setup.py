@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.calibrated import NOTHING
-from kvpact.integrations.fingerprint import files_fingerprint
-from kvpact.integrations.vllm.calibrated import calibration, learnt_of
+from kvpact.integrations.calibrated import NOTHING, learnt_of
+from kvpact.integrations.fingerprint import files_fingerprint, model_folder
+from kvpact.integrations.vllm.calibrated import known_of
 from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.dtype import TAKEN
 from kvpact.integrations.vllm.setting import (
@@ -68,11 +68,12 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredFor
     total = config.model_config.get_total_num_hidden_layers()
     specs = _specs(storage, layers, total)
     learnt = (NOTHING,) * len(layers)
-    if storage is None and calibration() is not None:
+    known = None if storage is not None else known_of(config.model_config, served_specs(total))
+    if known is not None:
         numbers = [layer_number(name, total) for name in layers]
         heads = config.model_config.get_total_num_kv_heads()
         whole = replace(geometry, num_kv_heads=heads)
-        learnt = tuple(learnt_of(numbers, specs, whole, total))
+        learnt = tuple(learnt_of(known, numbers, specs, whole, total))
     place = pages.block_size, parallel.rank % ranks, ranks
     return StoredForm(layers, specs, geometry, *place, learnt)
 
@@ -105,19 +106,15 @@ def model_fingerprint(config: Any) -> str:
     return files_fingerprint(_folder(model.model, model.revision), shown)
 
 
-def _folder(name: str, revision: str | None) -> str:
+def _folder(name: str, revision: str | None) -> Path:
     """Return where a model's files lie on this machine."""
-    from huggingface_hub import snapshot_download
-
-    if Path(name).is_dir():
-        return name
-    try:
-        return snapshot_download(name, revision=revision, local_files_only=True)
-    except Exception as error:
+    folder = model_folder(name, revision)
+    if folder is None:
         raise MismatchError(
             f"the files of {name} are not on this machine, so they have no fingerprint; name the "
             "model: kv_connector_extra_config's model"
-        ) from error
+        )
+    return folder
 
 
 def adapter_fingerprint(request: Any) -> str | None:
@@ -128,5 +125,5 @@ def adapter_fingerprint(request: Any) -> str | None:
 
 @cache
 def _adapter(number: int, path: str) -> str:
-    folder = Path(_folder(path, None))
+    folder = _folder(path, None)
     return files_fingerprint(folder, json.loads((folder / "adapter_config.json").read_text()))

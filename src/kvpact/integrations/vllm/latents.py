@@ -16,9 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kvpact.cache.stream.codecs import latent_spec
+from kvpact.integrations.calibrations import learning
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, stored_backend
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
 from kvpact.integrations.vllm.setting import refuse, served_specs, specs_of
 from kvpact.kernels import absorb_query, expand_output
 
@@ -62,9 +62,9 @@ class LatentImpl(KVPactImpl):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give all layers over latents, which are there now, the backend of their spec."""
-        if calibration_file() is not None:
-            refuse(f"{CALIBRATION} for latents (MLA)")
         specs = [latent_spec(s) for s in served_specs(self._model.get_total_num_hidden_layers())]
+        if learning(specs):
+            refuse("specs that learn from latents (MLA): take 'turboquant:bits=4,sinks=0'")
         layers = {
             name: layer
             for name, layer in self._layers.items()

@@ -15,23 +15,20 @@ from kvpact.cache.stream.codecs import codec_of
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.calibrated import NOTHING, Learnt
-from kvpact.integrations.vllm.calibrated import (
-    CALIBRATION,
-    calibration,
-    calibration_file,
-    learnt_of,
-    of_rank,
-)
+from kvpact.integrations.calibrated import NOTHING, Learnt, learnt_of
+from kvpact.integrations.calibrations import learning
+from kvpact.integrations.vllm.calibrated import CALIBRATION, known_of, named, of_rank
 from kvpact.integrations.vllm.dtype import as_model
 from kvpact.integrations.vllm.page import PageForm, page_unit
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.recipe import layer_specs
-from kvpact.spec import Spec
+from kvpact.spec import DEFAULT_SPEC, Spec
 
 SETTING = "KVPACT_VLLM_SPEC"
+DEFAULT, PAGES = "default", f"{DEFAULT_SPEC},sinks=0"
+"""A name for the default spec, and what pages hold of it: they have no place for sinks."""
 _CPU = torch.device("cpu")
 
 
@@ -45,21 +42,19 @@ def served_specs(num_layers: int) -> list[Spec]:
     text = served()
     if text is None:
         raise SpecError(f"{SETTING} is not set: name a spec or a recipe")
-    specs = layer_specs(text, num_layers)
-    known, learns = calibration() is not None, False
+    specs = layer_specs(PAGES if text == DEFAULT else text, num_layers)
     for spec in dict.fromkeys(specs):
-        check_serves(spec, calibrated=known)
-        learns |= bool(codecs(spec, 64, 64, torch.float32)[0].learns_from)
-    if known and not learns:
+        check_serves(spec, calibrated=True)
+    if (file := named()) is not None and not learning(specs):
         raise SpecError(
-            f"{CALIBRATION}={calibration_file()!r} is set, and {SETTING}={text!r} learns nothing: "
-            f"unset {CALIBRATION}, or take 'trellis:bits=4,sinks=0'"
+            f"{file.name} is set, and {SETTING}={text!r} learns nothing: unset {CALIBRATION}, or "
+            f"take {PAGES!r}"
         )
     return specs
 
 
 def check_serves(spec: Spec, setting: str = SETTING, calibrated: bool = False) -> None:
-    """Raise `SpecError` where shared pages can't hold a spec's tokens; `calibrated`: by a file."""
+    """Raise `SpecError` where shared pages can't hold a spec's tokens, `calibrated` or not."""
     ways = (
         "take 'turboquant', 'int', 'fp8', 'none' or "
         "'trellis:center=0,first=false,weights=false,blocks=false', with sinks=0"
@@ -68,8 +63,6 @@ def check_serves(spec: Spec, setting: str = SETTING, calibrated: bool = False) -
         reason, learnt = "", codec if isinstance(codec, TrellisKeyCodec) else None
         if (codec.learns_from or not codec.ready) and not (learnt and calibrated):
             reason = "learns from its tokens"
-            if learnt and setting == SETTING:
-                ways = f"set {CALIBRATION} to a file that `kvpact calibrate` wrote, or {ways}"
         elif codec.joint or codec.rotation is not None or codec.has_bias:
             reason = "stores more than slots of one head"
         elif codec.group > 1 and not (learnt and learnt.has_single):
@@ -162,16 +155,17 @@ def give_backends(
 
 def hand_over(layers: Mapping[str, Any], names: Sequence[str], config: Any) -> None:
     """Give attention layers of vLLM, by name, what their codecs learnt, from its configuration."""
-    if calibration() is None:
-        return
     model, parallel = config.model_config, config.parallel_config
     total, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    if (known := known_of(model, served_specs(total))) is None:
+        return
     ranks, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
     for name in names:
         layer = layers[name]
         shape = heads, layer.head_size, layer.head_size_v, layer.kv_cache_torch_dtype
         of = CacheGeometry(1, *shape)
-        (learnt,) = learnt_of((layer_number(name, total),), (layer.attn_backend.stored,), of, total)
+        spec, number = layer.attn_backend.stored, layer_number(name, total)
+        (learnt,) = learnt_of(known, (number,), (spec,), of, total)
         layer.impl.learnt = of_rank(learnt, layer.num_kv_heads, rank, ranks)
 
 

@@ -36,6 +36,7 @@ def calibrate(
     specs: Sequence[Spec],
     *,
     progress: Callable[[int, int, str], None] | None = None,
+    fingerprint: str | None = None,
 ) -> Calibration:
     """Return what the methods of specs learn of a model from texts.
 
@@ -51,6 +52,8 @@ def calibrate(
         Those that learn nothing are left out.
     progress : callable, optional
         ``progress(done, total, what)`` after each text and layer.
+    fingerprint : str, optional
+        The model's, where it is known: `model_fingerprint` reads every weight.
 
     Returns
     -------
@@ -74,7 +77,7 @@ def calibrate(
             f"the shortest calibration text has {length} tokens; give texts of {LEAST_TOKENS} or "
             "more each, some 4,000 in all"
         )
-    fingerprint = model_fingerprint(model)
+    fingerprint = fingerprint or model_fingerprint(model)
     rotations, outputs, offsets = key_rotations(model), output_energies(model), key_offsets(model)
     rows: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     total = len(texts)
