@@ -13,9 +13,9 @@ from kvpact.cli.inputs import InputError, check_models, check_output, open_model
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
 SPECS = ["pca", DEFAULT_SPEC]
-PAGES = f"{DEFAULT_SPEC},sinks=0"
-"""What vLLM's pages hold of the default spec: they have no place for sinks."""
-_DEFAULTS = f"[default: {', '.join(SPECS)}; if kept, {PAGES}, too]"
+KEPT = [DEFAULT_SPEC, f"{DEFAULT_SPEC},sinks=0"]
+"""The second one is what vLLM's pages hold of the default spec: they have no place for sinks."""
+_DEFAULTS = f"[default: {', '.join(KEPT)}; with --out {', '.join(SPECS)}]"
 
 
 def calibrate_command(
@@ -43,7 +43,7 @@ def calibrate_command(
     """
     from kvpact.calibration import Calibration
 
-    texts = spec or [*SPECS, *([PAGES] if out is None else [])]
+    texts = spec or (KEPT if out is None else SPECS)
     specs = [parse_spec(one) for one in dict.fromkeys(texts)]
     if out is not None:
         check_output(out, "calibration", Calibration.load, force)

@@ -144,6 +144,7 @@ def of_files(folder: Path, specs: Sequence[Spec]) -> Calibration:
     fingerprint = files_fingerprint(folder, {})
 
     def make() -> Calibration:
+        tell(f"calibrating {', '.join(map(str, specs))} to {folder}, once ...")
         with TemporaryDirectory() as place:
             out = Path(place) / "made.kvcal"
             given = [part for spec in specs for part in ("--spec", str(spec))]
