@@ -148,9 +148,10 @@ build/cases: $(BUILT) $(DEV) $(wildcard tests/kernels/*.py)
 
 sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSanitizer, at every SIMD level
 	@for kind in address thread; do \
-		cmake -S . -B build/sanitize-$$kind -DKVPACT_SANITIZE=$$kind -DKVPACT_DRIVER=ON >/dev/null && \
+		cmake -S . -B build/sanitize-$$kind -DKVPACT_SANITIZE=$$kind -DKVPACT_DRIVER=ON -DKVP_LEVELS=all >/dev/null && \
 		cmake --build build/sanitize-$$kind --target driver --parallel $(JOBS) && \
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
+	@setarch -R build/sanitize-address/driver build/cases --openmp libgomp.so.1
 
 neon: $(BUILT) $(DEV) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py

@@ -1,11 +1,12 @@
 // Runs recorded calls of the native library without Python: under an emulator, valgrind, sanitizers.
 //
-//     driver FILE [--level none|neon|avx2|avx512|avx512vbmi] [--case I] [--run compare|once|steps]
+//     driver FILE [--level none|neon|avx2|avx512|avx512vbmi] [--case I] [--run compare|once|steps] [--openmp LIB]
 //
 // FILE is written by record.py; recorder.py documents the layout. Every case is run at every level that
 // was compiled in and that the processor has (or at the one named). `compare`: results are compared,
 // and a JSON line is printed per level. `once`: nothing is compared, for profilers. `steps`: a line
-// per case with its instructions, counted by stepping through them.
+// per case with its instructions, counted by stepping through them. `--openmp libgomp.so.1`: calls run on that
+// library's threads, as beside torch; else on kvpact's own.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -14,6 +15,7 @@
 #if defined(_WIN32)
 #include <malloc.h>
 #elif defined(__linux__)
+#include <dlfcn.h>
 #include <signal.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
@@ -242,6 +244,13 @@ int main(int count, char **words) {
         if (option == "--level") named = words[i + 1];
         else if (option == "--case") chosen = atol(words[i + 1]);
         else if (option == "--run") how = words[i + 1];
+#if defined(__linux__)
+        else if (option == "--openmp") {
+            void *const library = dlopen(words[i + 1], RTLD_NOW);
+            void *const parallel = library ? dlsym(library, "GOMP_parallel") : nullptr;
+            if (!parallel || !kvp_openmp(parallel, nullptr, nullptr, nullptr)) fail("no GOMP_parallel in " + std::string(words[i + 1]));
+        }
+#endif
         else fail("no option " + option);
     }
     if (how != "compare" && how != "once" && how != "steps") fail("--run " + how + " is not known");
