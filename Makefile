@@ -151,7 +151,7 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 		cmake -S . -B build/sanitize-$$kind -DKVPACT_SANITIZE=$$kind -DKVPACT_DRIVER=ON -DKVP_LEVELS=all >/dev/null && \
 		cmake --build build/sanitize-$$kind --target driver --parallel $(JOBS) && \
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
-	@setarch -R build/sanitize-address/driver build/cases --openmp libgomp.so.1
+	@for kind in address thread; do setarch -R build/sanitize-$$kind/driver build/cases --openmp libgomp.so.1 || exit 1; done
 
 neon: $(BUILT) $(DEV) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py

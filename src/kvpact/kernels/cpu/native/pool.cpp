@@ -40,6 +40,23 @@ struct Round {
     }
 };
 
+// ThreadSanitizer does not see the barriers of an OpenMP library that was built without it.
+#if defined(__SANITIZE_THREAD__)
+extern "C" void __tsan_acquire(void *);
+extern "C" void __tsan_release(void *);
+void before(Round &round) { __tsan_acquire(&round); }
+void after(Round &round) { __tsan_release(&round); }
+#else
+void before(Round &) {}
+void after(Round &) {}
+#endif
+
+void part_of(Round &round) {
+    before(round);
+    round.take();
+    after(round);
+}
+
 // A round on OpenMP's threads. Always all of them: libgomp ends those that a smaller team leaves over.
 struct OpenMP {
     std::atomic<void (*)(void (*)(void *), void *, unsigned, unsigned)> gomp{nullptr};
@@ -49,7 +66,9 @@ struct OpenMP {
 
     bool run(int64_t wanted, Round &round) {
         if (const auto parallel = gomp.load()) {
-            parallel([](void *data) { ((Round *)data)->take(); }, &round, (unsigned)wanted, 0);
+            after(round);
+            parallel([](void *data) { part_of(*(Round *)data); }, &round, (unsigned)wanted, 0);
+            before(round);
             return true;
         }
         if (!fork) return false;
@@ -58,7 +77,7 @@ struct OpenMP {
             const char *source;
         } here = {0, 2, 0, 0, ";kvpact;kvp_parallel;0;0;;"};
         threads.load()(&here, caller.load()(&here), (int32_t)wanted);
-        void (*part)(int32_t *, int32_t *, void *) = [](int32_t *, int32_t *, void *data) { ((Round *)data)->take(); };
+        void (*part)(int32_t *, int32_t *, void *) = [](int32_t *, int32_t *, void *data) { part_of(*(Round *)data); };
         fork.load()(&here, 1, (void *)part, &round);
         return true;
     }
