@@ -38,9 +38,6 @@ from kvpact.snapshot.state import CacheState, LayerState
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
-_ACTIVATIONS = 8 << 20
-"""Bytes of a call's queries from which on one thread maps a model's activations page by page for
-less than a tenth of its time; several threads wait for each other's pages, for a third of it."""
 
 
 class ContiguousCache(Evictable, BatchRows):
@@ -150,7 +147,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             output = attend(entry, k, v, q, config, sizes)
-            self._stored(layer, q.nbytes)
+            self._stored(layer)
             return output
 
     @detached
@@ -178,7 +175,7 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             step = entry.store(k, v, config, q, sizes)
-            self._stored(layer, k.nbytes if q is None else q.nbytes)
+            self._stored(layer)
             return step
 
     def _end_prompt(self) -> None:
@@ -186,12 +183,9 @@ class ContiguousCache(Evictable, BatchRows):
             self.heap.end()
         self.compute.end_prompt()
 
-    def _stored(self, layer: int, queries: int) -> None:
-        """Let malloc know that a layer's tokens are stored; the others' may need nothing new.
-
-        `queries`: their bytes, and those of a model's other activations are multiples.
-        """
-        if self.compute.repeats and (queries < _ACTIVATIONS or torch.get_num_threads() > 1):
+    def _stored(self, layer: int) -> None:
+        """Let malloc know that a layer's tokens are stored; the others' may need nothing new."""
+        if self.compute.repeats:
             self.heap.release()
         self.heap.stored(layer + 1 == len(self._layers))
 
