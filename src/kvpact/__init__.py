@@ -4,7 +4,6 @@ Names are imported when they are first used: what needs no tensors, such as ``kv
 not wait for torch.
 """
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -12,13 +11,8 @@ from typing import TYPE_CHECKING
 from kvpact import errors as errors
 
 if TYPE_CHECKING:  # each name again, so that type checkers know it as public
-    from kvpact.cache import ContiguousCache as ContiguousCache
-    from kvpact.cache import EngineCache as EngineCache
-    from kvpact.cache import KVCache as KVCache
-    from kvpact.cache import KVSnapshot as KVSnapshot
     from kvpact.cache import MLACache as MLACache
     from kvpact.cache import PagedKVCache as PagedKVCache
-    from kvpact.cache import PagedView as PagedView
     from kvpact.cache import Step as Step
     from kvpact.cache import create_cache as create_cache
     from kvpact.cache import recode as recode
@@ -26,7 +20,6 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
     from kvpact.compressor import CompressedKV as CompressedKV
     from kvpact.compressor import KVCacheCompressor as KVCacheCompressor
     from kvpact.contract import AttendConfig as AttendConfig
-    from kvpact.contract import CompressedKVCache as CompressedKVCache
     from kvpact.contract import DecodeOutput as DecodeOutput
     from kvpact.contract import Dequantized as Dequantized
     from kvpact.contract import DequantResult as DequantResult
@@ -37,6 +30,7 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
     from kvpact.integrations.models import load_model as load_model
     from kvpact.integrations.sizes import size as size
     from kvpact.integrations.transformers import CompressedCache as CompressedCache
+    from kvpact.integrations.transformers import FallbackWarning as FallbackWarning
     from kvpact.integrations.transformers import disable as disable
     from kvpact.integrations.transformers import enable as enable
     from kvpact.key_offset import KeyOffset as KeyOffset
@@ -53,17 +47,15 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
 __version__ = "0.1.0"
 
 _NAMES = {
-    "kvpact.cache": "ContiguousCache EngineCache KVCache KVSnapshot MLACache PagedKVCache "
-    "PagedView Step create_cache recode",
+    "kvpact.cache": "MLACache PagedKVCache Step create_cache recode",
     "kvpact.calibration": "Calibration",
     "kvpact.compressor": "CompressedKV KVCacheCompressor",
-    "kvpact.contract": "AttendConfig CompressedKVCache DecodeOutput DequantResult Dequantized "
-    "Fused KVTile",
+    "kvpact.contract": "AttendConfig DecodeOutput DequantResult Dequantized Fused KVTile",
     "kvpact.errors": "KVPactError",
     "kvpact.geometry": "CacheGeometry",
     "kvpact.integrations.models": "load_model",
     "kvpact.integrations.sizes": "size",
-    "kvpact.integrations.transformers": "CompressedCache disable enable",
+    "kvpact.integrations.transformers": "CompressedCache FallbackWarning disable enable",
     "kvpact.key_offset": "KeyOffset",
     "kvpact.methods.hybrid": "Hybrid",
     "kvpact.methods.lowrank": "LowRank",
@@ -75,9 +67,32 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_ENABLE = "kvpact.enable(model), or pass kvpact.CompressedCache(model) to generate"
+_MEANT = {
+    **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), _ENABLE),
+    **dict.fromkeys(("Cache", "DynamicCache", "QuantizedCache"), "kvpact.CompressedCache(model)"),
+    "Compressor": "kvpact.KVCacheCompressor(spec)",
+    "Press": "kvpact.integrations.transformers.pressed(model, cache, press)",
+    "benchmark": "kvpact.evaluate(model, specs)",
+    "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
+    "get_codec": "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)",
+    "methods": "kvpact.list_methods()",
+    **{
+        name: f"from kvpact.cache import {name}"
+        for name in ("ContiguousCache", "EngineCache", "KVSnapshot", "PagedView")
+    },
+    "CompressedKVCache": "from kvpact.contract import CompressedKVCache",
+    "KVCache": "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's",
+}
+"""What to write in the place of names that are guessed, or stand elsewhere."""
+
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
-    # All that needs torch and numpy alone: `from kvpact import *` works without transformers.
-    __all__ = ["errors", *(x for x, home in _HOMES.items() if not home.endswith("transformers"))]
+    __all__ = ["errors", "evaluate", "recommend"]  # and what needs no package that is missing
+    __all__ += [
+        name
+        for name, home in _HOMES.items()
+        if not home.endswith("transformers") or find_spec("transformers") is not None
+    ]
 
     def __getattr__(name: str) -> object:
         """Import what stands in `__all__`, or a package of kvpact, when it is first asked for."""
@@ -86,10 +101,15 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
         elif not name.startswith("_") and find_spec(f"kvpact.{name}") is not None:
             return import_module(f"kvpact.{name}")
         else:
-            text = f"module 'kvpact' has no attribute {name!r}"
-            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python adds a hint
+            from difflib import get_close_matches  # takes as long as all else here
+
+            near = get_close_matches(name, [*_HOMES, *__all__], n=2)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = f"; write: {_MEANT[name]}" if name in _MEANT else hint
+            raise AttributeError(f"module 'kvpact' has no attribute {name!r}{hint}")
         globals()[name] = found
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+        own = {*globals()} - {"TYPE_CHECKING", "find_spec", "import_module"}
+        return sorted({*own, *_HOMES, *__all__})

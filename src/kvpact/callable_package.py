@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -10,5 +11,7 @@ from typing import Any
 
 def let_call(package: str, function: Callable[..., Any]) -> None:
     """Let calls of an imported package, by its name, be calls of a function."""
-    kind = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(function)})
+    told = property(lambda package: inspect.signature(function))  # that of a method lacks its first
+    body = {"__call__": staticmethod(function), "__signature__": told}
+    kind = type("CallablePackage", (ModuleType,), body)
     sys.modules[package].__class__ = kind

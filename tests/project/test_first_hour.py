@@ -163,7 +163,7 @@ def test_every_layout_tells_what_it_holds():
     view.prefill(0, k=k, v=v)
     assert repr(view).startswith("<PagedView int:bits=8 | 2 x 300 tokens | ")
     assert view.saved == pages.saved == 1 - pages.memory_usage() / (2 * 2 * 300 * 64 * 4)
-    plain = kvpact.KVCache(1, 100, 64)
+    plain = kvpact.cache.KVCache(1, 100, 64)
     plain.store_kv(0, k[0, 0, :1], v[0, 0, :1])
     plain.advance()
     assert repr(plain).startswith("<KVCache none | 1 token | ")
