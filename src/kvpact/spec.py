@@ -180,6 +180,18 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     return method, method
 
 
+def stated_options(text: str) -> set[str]:
+    """Return the options that a spec's text names, on either side: all of them in an alias."""
+    stated: set[str] = set()
+    for side in text.strip().split("/"):
+        name, _, rest = _spelt_out(side.strip()).partition(":")
+        if isinstance(entry := find_method(name), Alias):
+            return {*option_types(parse_spec(entry.spec).key.__class__)}
+        items = (item.strip().partition("=")[0] for item in rest.split(","))
+        stated |= {"bits" if item.isdecimal() else item for item in items}
+    return stated
+
+
 def _spelt_out(text: str) -> str:
     """Return a side as it is spelt, where it begins with a short form: ``int4``, ``4bit``."""
     name, colon, rest = text.partition(":")

@@ -48,6 +48,11 @@ def model():
     "kvpact.CompressedCache(config=model.config)": "trellis:bits=4",
     "kvpact.CompressedCache(model, 4)": "trellis:bits=4",
     "kvpact.CompressedCache(model, 'fp8_e4m3')": "fp8:scale=none,sinks=0,window=0",
+    "kvpact.CompressedCache(model, 'int', bits=2)": "int:bits=2",
+    "kvpact.CompressedCache(model, window=128)": "trellis:bits=4,window=128",
+    "kvpact.CompressedCache(model, 'int4', sinks=0, window='8')": "int:bits=4,sinks=0,window=8",
+    "kvpact.CompressedCache(model, 'int8/trellis', sinks=0)":
+        "int:bits=8,sinks=0/trellis:bits=4,sinks=0",
 }.items())  # fmt: skip
 def test_the_meaning_is_plain(line, spec, model):
     cache = eval(line)
@@ -66,8 +71,11 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
     "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
     "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
-    "kvpact.CompressedCache(model, window=128)": "(model, 'trellis:bits=4,window=128')",
-    "kvpact.CompressedCache(model, 'int4', sinks=0)": "(model, 'int:bits=4,sinks=0')",
+    "kvpact.CompressedCache(model, 'q8_0', bits=4)": "(model, 'int:bits=4,sinks=0,window=0')",
+    "kvpact.CompressedCache(model, nbits=3, bits=4)": "(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, kvpact.parse_spec('int'), bits=4)": "(model, 'int:bits=4')",
+    "kvpact.CompressedCache(model, k_bits=8, v_bits=4)": "(model, 'int:bits=8/int:bits=4')",
+    "kvpact.CompressedCache(model, {'k': 'int8', 'v': 3})": "(model, 'int8/int:bits=3')",
     "kvpact.CompressedCache(model, backed='cpu')": "did you mean backend='cpu'?",
     "kvpact.CompressedCache(model, group=64)": "it has spec, bits, attention, exact_new, backend",
     "kvpact.CompressedCache(model, 'fp16')": "the exact cache is 'none', in any dtype",
@@ -89,7 +97,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, kv_cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, method='turboquant')": "(model, 'turboquant:bits=4')",
-    "kvpact.CompressedCache(model, device='cuda')": "CompressedCache(model",
+    "kvpact.CompressedCache(model, device='cuda')": "model.to('cuda'); CompressedCache(model)",
     "kvpact.CompressedCache()": "CompressedCache(model",
     "kvpact.load_model('smollm')": "smollm2",
     "kvpact.load_model(model)": "load_model('smollm2')",
@@ -102,7 +110,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.recommend('smollm2', budget='a lot')": "such as 25%",
     "kvpact.recommend('smollm2', tokens=100)": "at least 258 tokens",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
-    "kvpact.enable(model, window=128)": "enable(model, 'trellis:bits=4,window=128')",
+    "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
 def test_the_error_names_the_line_to_write(line, message, model):
     with pytest.raises(KVPactError) as error:

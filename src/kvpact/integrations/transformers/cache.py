@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -50,7 +49,7 @@ from kvpact.integrations.transformers.model.facts import (
     check_heads,
     layer_facts,
 )
-from kvpact.integrations.transformers.model.fallback import FallbackWarning
+from kvpact.integrations.transformers.model.fallback import warn
 from kvpact.integrations.transformers.model.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.model.offsets import offsets_of
 from kvpact.integrations.transformers.versions import (
@@ -225,13 +224,11 @@ class CompressedCache(Evicting):
         if 0 < held <= self._dropped_at and caller.f_code.co_name.startswith("prepare_inputs"):
             ids = caller.f_locals.get("input_ids")
             if ids is not None and ids.shape[1] > self._dropped_at:
-                warnings.warn(
+                warn(
                     f"this model's rotation switches factors after {self._dropped_at:,} tokens: "
                     f"`generate` drops the compressed cache with its {held:,} tokens and goes on "
                     "with an exact one. Call generate again with all tokens and a new cache, which "
-                    "is kept",
-                    FallbackWarning,
-                    stacklevel=2,
+                    "is kept"
                 )
         return held > 0
 
