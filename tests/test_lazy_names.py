@@ -54,7 +54,7 @@ def test_what_is_not_there_is_told():
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'create_cahce'"):
         kvpact.create_cahce  # noqa: B018
     for name, hint in {
-        "compress": "; write: kvpact.enable(model), or pass kvpact.CompressedCache(model)",
+        "compress": "; write: kvpact.enable(model)$",
         "from_pretrained": "; write: model, tokenizer = kvpact.load_model(name)",
         "KVCache": "; write: kvpact.CompressedCache(model); the cache without",
         "PagedView": "; write: from kvpact.cache import PagedView",

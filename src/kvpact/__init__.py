@@ -67,32 +67,25 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_ENABLE = "kvpact.enable(model), or pass kvpact.CompressedCache(model) to generate"
 _MEANT = {
-    **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), _ENABLE),
-    **dict.fromkeys(("Cache", "DynamicCache", "QuantizedCache"), "kvpact.CompressedCache(model)"),
+    **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), "kvpact.enable(model)"),
     "Compressor": "kvpact.KVCacheCompressor(spec)",
     "Press": "kvpact.integrations.transformers.pressed(model, cache, press)",
-    "benchmark": "kvpact.evaluate(model, specs)",
     "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
     "get_codec": "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)",
-    "methods": "kvpact.list_methods()",
-    **{
-        name: f"from kvpact.cache import {name}"
-        for name in ("ContiguousCache", "EngineCache", "KVSnapshot", "PagedView")
-    },
     "CompressedKVCache": "from kvpact.contract import CompressedKVCache",
+    "ContiguousCache": "from kvpact.cache import ContiguousCache",
+    "EngineCache": "from kvpact.cache import EngineCache",
     "KVCache": "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's",
+    "KVSnapshot": "from kvpact.cache import KVSnapshot",
+    "PagedView": "from kvpact.cache import PagedView",
 }
 """What to write in the place of names that are guessed, or stand elsewhere."""
 
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
-    __all__ = ["errors", "evaluate", "recommend"]  # and what needs no package that is missing
-    __all__ += [
-        name
-        for name, home in _HOMES.items()
-        if not home.endswith("transformers") or find_spec("transformers") is not None
-    ]
+    # Not what needs transformers where that is missing: `from kvpact import *` works without.
+    _missing = "" if find_spec("transformers") else "kvpact.integrations.transformers"
+    __all__ = ["errors", "evaluate", "recommend", *(x for x, y in _HOMES.items() if y != _missing)]
 
     def __getattr__(name: str) -> object:
         """Import what stands in `__all__`, or a package of kvpact, when it is first asked for."""

@@ -180,16 +180,16 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     return method, method
 
 
-def stated_options(text: str) -> set[str]:
-    """Return the options that a spec's text names, on either side: all of them in an alias."""
-    stated: set[str] = set()
-    for side in text.strip().split("/"):
+def free_options(text: str) -> set[str]:
+    """Return the options of both methods of a spec that its text leaves open; none in an alias."""
+    spec = parse_spec(text)
+    free = option_types(spec.key.__class__).keys() & option_types(spec.value.__class__).keys()
+    for side in text.split("/"):
         name, _, rest = _spelt_out(side.strip()).partition(":")
-        if isinstance(entry := find_method(name), Alias):
-            return {*option_types(parse_spec(entry.spec).key.__class__)}
-        items = (item.strip().partition("=")[0] for item in rest.split(","))
-        stated |= {"bits" if item.isdecimal() else item for item in items}
-    return stated
+        named = {item.strip().partition("=")[0] for item in rest.split(",")}
+        named |= {"bits"} if any(map(str.isdecimal, named)) else set()
+        free -= free if isinstance(find_method(name), Alias) else named
+    return free
 
 
 def _spelt_out(text: str) -> str:

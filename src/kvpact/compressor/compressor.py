@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.calibration.base import State
+from kvpact.callable_package import TellsNames
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
@@ -24,7 +25,7 @@ from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
 
-class KVCacheCompressor:
+class KVCacheCompressor(TellsNames):
     """Compresses K and V of a layer as a whole.
 
     Parameters
@@ -53,6 +54,8 @@ class KVCacheCompressor:
         The backend asked for by name can't run here.
     """
 
+    _meant: ClassVar = {"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"}
+
     def __init__(
         self,
         method: Method | Spec | str,
@@ -74,6 +77,9 @@ class KVCacheCompressor:
                 f"a method is a spec such as 'lowrank:rank=16' or a Method, not {method!r}"
             )
         self.method: Method | Spec = method if isinstance(method, Method) else self.spec
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.spec}>"
 
     def _with_default_bits(self, text: str) -> Spec:
         spec = parse_spec(text)

@@ -301,9 +301,8 @@ def _attends_itself(module: str) -> tuple[bool, bool]:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return False, False
-    if "ALL_ATTENTION_FUNCTIONS" in source:
-        return False, False
-    return "Attention(nn.Module)" in source, "._attn_implementation ==" in source
+    own = "ALL_ATTENTION_FUNCTIONS" not in source
+    return own and "Attention(nn.Module)" in source, own and "._attn_implementation ==" in source
 
 
 def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:

@@ -17,10 +17,7 @@ class FallbackWarning(UserWarning):
 
 
 def say_once(key: str, message: str, owner: Any = None) -> None:
-    """Warn with a `FallbackWarning`, once per `key` and model: `owner`, or the config that it has.
-
-    Without one, once per `key` and process.
-    """
+    """Warn with a `FallbackWarning`, once per `key` and model, which `owner` has the config of."""
     owner = getattr(owner, "config", owner)
     entry = key, id(owner)
     if entry not in _said:

@@ -14,25 +14,37 @@ from transformers import PreTrainedModel
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, is_recipe
-from kvpact.spec import DEFAULT_SPEC, Spec, option_types, parse_spec, stated_options
+from kvpact.spec import DEFAULT_SPEC, Spec, free_options, parse_spec
 
-_OPTIONS = (
-    "attention",
-    "exact_new",
-    "backend",
-    "check",
-    "key_offsets",
-    "calibration",
-    "k_eq_v",
-    "sliding",
-    "budget",
-    "rungs",
-    "context",
+_OPTIONS = tuple(
+    [
+        "attention",
+        "exact_new",
+        "backend",
+        "check",
+        "key_offsets",
+        "calibration",
+        "k_eq_v",
+        "sliding",
+        "budget",
+        "rungs",
+        "context",
+    ]
 )
 _SIDES = dict.fromkeys(("k", "key", "k_bits", "key_bits"), 0)
 _SIDES |= dict.fromkeys(("v", "value", "v_bits", "value_bits"), 1)
-"""Names under which K and V are given options apart."""
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
+CACHE_MEANT = {
+    "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
+    "fork": "copy.deepcopy(cache)",
+    "from_snapshot": "CompressedCache.load(path, model)",
+    "memory": "cache.nbytes",
+    "save_pretrained": "cache.save(path)",
+    "summary": "print(cache), or cache.stats()",
+    "to": "model.to(device), and make the cache then",
+    "truncate": "cache.crop(-count), with the number of tokens to remove",
+}
+"""What to write in the place of names that a `CompressedCache` does not have."""
 
 
 def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
@@ -70,24 +82,21 @@ def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecL
     if type(spec) is int:
         spec, named["bits"] = DEFAULT_SPEC, spec
     _refuse_sides(maker, {**spec, **named} if isinstance(spec, Mapping) else named)
-    stated: set[str] = set()
-    merges = isinstance(spec, str) and not is_recipe(spec)
+    free: set[str] = set()
+    if named.keys() - set(_OPTIONS) and isinstance(spec, str) and not is_recipe(spec):
+        free = free_options(spec) | ({"bits"} if spec == DEFAULT_SPEC else set())
+        spec = parse_spec(spec)
     for name in [x for x in named if x not in _OPTIONS]:
         value, option = named.pop(name), "bits" if name == "nbits" else name
-        if merges and isinstance(spec, str):
-            stated |= set() if spec == DEFAULT_SPEC else stated_options(spec)
-            spec = parse_spec(spec)
-        if merges and isinstance(spec, Spec) and option not in stated and _has(spec, option):
-            value = int(value) if str(value).isdecimal() else value
-            spec = spec.with_options(**{option: value})
-            stated.add(option)
+        if isinstance(spec, Spec) and option in free:
+            free.remove(option)
+            spec = spec.with_options(**{option: int(value) if str(value).isdecimal() else value})
             continue
-        if name == "device":
-            line = f"model.to({value!r}); {maker}(model)"
-            raise SpecError(f"a cache is on the device of its model; write: {line}")
         line = f"it has {', '.join(('spec', 'bits', *_OPTIONS))}"
         if near := get_close_matches(name, _OPTIONS, n=1):
             line = f"did you mean {near[0]}={value!r}?"
+        elif name == "device":
+            line = f"a cache is where its model is; write: model.to({value!r}); {maker}(model)"
         elif isinstance(value, str):
             line += f"; write: {maker}(model, {(_known(value) or DEFAULT_SPEC)!r})"
         elif text := _known(spec, **{_MEANT.get(name, name): value}):
@@ -108,11 +117,6 @@ def _refuse_sides(maker: str, given: Mapping[Any, Any]) -> None:
     if found:
         line = f"{maker}(model, {'/'.join(sides)!r})"
         raise SpecError(f"one spec has a method for K and one for V, after a slash; write: {line}")
-
-
-def _has(spec: Spec, option: str) -> bool:
-    """Return whether the methods of K and V both have an option."""
-    return all(option in option_types(x.__class__) for x in (spec.key, spec.value))
 
 
 def _known(spec: Any, **options: Any) -> str:
