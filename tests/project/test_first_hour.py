@@ -1,5 +1,6 @@
 """What a newcomer types without reading: each line works, or its error names the line to write."""
 
+import copy
 import math
 
 import pytest
@@ -116,6 +117,28 @@ def test_the_error_names_the_line_to_write(line, message, model):
     with pytest.raises(KVPactError) as error:
         eval(line)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "hint"), {
+    "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
+    "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
+    "save_pretrained": "cache.save(path)", "from_snapshot": "CompressedCache.load(path, model)",
+    "max_cache_len": "run prefix tuning without a cache", "nothing": "no attribute 'nothing'",
+}.items())  # fmt: skip
+def test_a_name_that_a_cache_lacks_is_told_another(name, hint, model):
+    cache = kvpact.CompressedCache(model)
+    with pytest.raises(AttributeError) as error:
+        getattr(cache, name)
+    assert hint in str(error.value) and not hasattr(cache, name)
+    with pytest.raises(KVPactError, match=r"^copy\.deepcopy makes a copy of a CompressedCache"):
+        copy.copy(cache)
+
+
+def test_the_compressor_tells_its_spec_and_its_calls():
+    compressor = kvpact.KVCacheCompressor("int4")
+    assert repr(compressor) == "<KVCacheCompressor int:bits=4>"
+    with pytest.raises(AttributeError, match="'compress'; write: compress_kv"):
+        compressor.compress(torch.ones(1, 1, 1, 32), torch.ones(1, 1, 1, 32))
 
 
 def test_a_model_is_enabled_with_bits(model):

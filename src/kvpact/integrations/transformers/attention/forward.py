@@ -348,7 +348,7 @@ def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | No
             "step, which is right, but slower and with a whole layer in memory",
             config,
         )
-    elif lent or current in ("sdpa", None):
+    elif (lent and current == ATTENTION) or current in ("sdpa", None):
         return _lent(config)
     elif current != ATTENTION:
         say_once(
