@@ -99,18 +99,18 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
 
 
 def test_fallbacks_are_told_once_a_model_at_the_line_that_called(make_model, sizes, prompt):
-    first, other = (make_model(LlamaConfig(**sizes)) for _ in range(2))
-    first.set_attn_implementation("eager")
-    other.set_attn_implementation("eager")
+    models = [make_model(LlamaConfig(**sizes)) for _ in range(2)]
     with pytest.warns(FallbackWarning, match="set_attn_implementation") as told:
-        for model in (first, first, other):
+        for model in (*models, *models):
+            model.set_attn_implementation("eager")
             model.generate(**prompt, max_new_tokens=2, **named(CompressedCache(model)))
     assert [Path(x.filename).name for x in told] == [Path(__file__).name] * 2
 
 
 def test_attention_of_a_models_own_is_told_no_other_one(prompt):
-    config = BloomConfig(n_layer=2, hidden_size=32, n_head=2, vocab_size=128)
-    bloom = BloomForCausalLM(config).eval()
+    bloom = BloomForCausalLM(
+        BloomConfig(n_layer=2, hidden_size=32, n_head=2, vocab_size=128)
+    ).eval()
     with pytest.warns(FallbackWarning, match="computes attention by itself") as told:
         bloom(**prompt, **named(CompressedCache(bloom)))
     assert len(told) == 1

@@ -119,26 +119,25 @@ def test_the_error_names_the_line_to_write(line, message, model):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "hint"), {
-    "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
-    "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
-    "save_pretrained": "cache.save(path)", "from_snapshot": "CompressedCache.load(path, model)",
-    "max_cache_len": "run prefix tuning without a cache", "nothing": "no attribute 'nothing'",
+# A name that is not there, and what its error says.
+@pytest.mark.parametrize(("line", "hint"), {
+    "kvpact.compress": "; write: kvpact.enable(model)",
+    "kvpact.from_pretrained": "; write: model, tokenizer = kvpact.load_model(name)",
+    "kvpact.KVCache": "; write: kvpact.CompressedCache(model); the cache without compression is",
+    "kvpact.PagedView": "; write: from kvpact.cache import PagedView",
+    "kvpact.CompresedCache": "; did you mean 'CompressedCache'",
+    "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
+    **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
+        "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
+        "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
+        "save_pretrained": "cache.save(path)", "from_snapshot": "CompressedCache.load(path, model)",
+        "max_cache_len": "run prefix tuning without a cache", "nothing": "attribute 'nothing'",
+    }.items()},
 }.items())  # fmt: skip
-def test_a_name_that_a_cache_lacks_is_told_another(name, hint, model):
-    cache = kvpact.CompressedCache(model)
+def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
     with pytest.raises(AttributeError) as error:
-        getattr(cache, name)
-    assert hint in str(error.value) and not hasattr(cache, name)
-    with pytest.raises(KVPactError, match=r"^copy\.deepcopy makes a copy of a CompressedCache"):
-        copy.copy(cache)
-
-
-def test_the_compressor_tells_its_spec_and_its_calls():
-    compressor = kvpact.KVCacheCompressor("int4")
-    assert repr(compressor) == "<KVCacheCompressor int:bits=4>"
-    with pytest.raises(AttributeError, match="'compress'; write: compress_kv"):
-        compressor.compress(torch.ones(1, 1, 1, 32), torch.ones(1, 1, 1, 32))
+        eval(line)
+    assert hint in str(error.value)
 
 
 def test_a_model_is_enabled_with_bits(model):
@@ -152,6 +151,9 @@ def test_a_model_is_enabled_with_bits(model):
 def test_a_cache_tells_what_it_holds(model):
     cache = kvpact.CompressedCache(model)
     assert repr(cache) == "<CompressedCache trellis:bits=4 | empty>"
+    with pytest.raises(KVPactError, match=r"^copy\.deepcopy makes a copy of a CompressedCache"):
+        copy.copy(cache)
+    assert repr(kvpact.KVCacheCompressor("int4")) == "<KVCacheCompressor int:bits=4>"
     assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
     empty = cache.stats()
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
