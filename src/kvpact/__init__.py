@@ -83,7 +83,6 @@ _MEANT = {
 """What to write in the place of names that are guessed, or stand elsewhere."""
 
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
-    # Not what needs transformers where that is missing: `from kvpact import *` works without.
     _missing = "" if find_spec("transformers") else "kvpact.integrations.transformers"
     __all__ = ["errors", "evaluate", "recommend", *(x for x, y in _HOMES.items() if y != _missing)]
 

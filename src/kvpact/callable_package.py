@@ -1,4 +1,4 @@
-"""Packages that are called (``kvpact.evaluate(…)``), and objects that know what is meant."""
+"""Packages that are called (``kvpact.evaluate(…)``), and names that are not there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 def let_call(package: str, function: Callable[..., Any]) -> None:
@@ -17,16 +19,21 @@ def let_call(package: str, function: Callable[..., Any]) -> None:
     sys.modules[package].__class__ = kind
 
 
-class TellsNames:
-    """Objects that say what to write in the place of names that they don't have: `_meant`."""
+class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be read more slowly
+    name: str
+    line: str
 
-    _meant: ClassVar[Mapping[str, str]]
+    def __get__(self, owner: object, kind: type) -> Any:
+        raise AttributeError(f"{kind.__name__} has no {self.name!r}; write: {self.line}")
 
-    if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
 
-        def __getattr__(self, name: str) -> Any:
-            if isinstance(found := getattr(type(self), name, None), property):
-                return found.__get__(self)  # raises its own error again
-            hint = f"; write: {self._meant[name]}" if name in self._meant else ""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}{hint}"
-            raise AttributeError(text, name=name, obj=self)
+def tells_names(meant: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Let a class say what to write in the place of names that it and its objects don't have."""
+
+    def told(kind: type[T]) -> type[T]:
+        for name, line in meant.items():
+            setattr(kind, name, _Absent(name, line))
+        kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore
+        return kind
+
+    return told

@@ -53,7 +53,6 @@ def test_every_public_name_has_a_place(module):
     if ("module", module) in told:
         return
     names = {name for _, name in told}
-    # Errors have a page of their own; packages that are functions, too, stand as functions.
     elsewhere = {"errors", "KVPactError", "evaluate", "recommend"}
     homes = {name: {f"{module}.{name}"} for name in set(loaded.__all__) - elsewhere}
     homes |= {x: homes[x] | {f"{kvpact._HOMES[x]}.{x}"} for x in homes.keys() & kvpact._HOMES}

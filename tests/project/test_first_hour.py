@@ -126,6 +126,7 @@ def test_the_error_names_the_line_to_write(line, message, model):
     "kvpact.KVCache": "; write: kvpact.CompressedCache(model); the cache without compression is",
     "kvpact.PagedView": "; write: from kvpact.cache import PagedView",
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'",
+    "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
     "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
         "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
@@ -138,6 +139,8 @@ def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
     with pytest.raises(AttributeError) as error:
         eval(line)
     assert hint in str(error.value)
+    owner, name = line.rsplit(".", 1)
+    assert name not in dir(eval(owner)) or name in ("from_pretrained", "max_cache_len")
 
 
 def test_a_model_is_enabled_with_bits(model):

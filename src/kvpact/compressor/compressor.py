@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.calibration.base import State
-from kvpact.callable_package import TellsNames
+from kvpact.callable_package import tells_names
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
@@ -25,7 +25,8 @@ from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
 
-class KVCacheCompressor(TellsNames):
+@tells_names({"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"})
+class KVCacheCompressor:
     """Compresses K and V of a layer as a whole.
 
     Parameters
@@ -53,8 +54,6 @@ class KVCacheCompressor(TellsNames):
     BackendUnavailable
         The backend asked for by name can't run here.
     """
-
-    _meant: ClassVar = {"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"}
 
     def __init__(
         self,

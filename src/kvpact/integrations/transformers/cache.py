@@ -17,7 +17,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import TellsNames
+from kvpact.callable_package import tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import is_of_others
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
@@ -70,7 +70,8 @@ class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
-class CompressedCache(Evicting, TellsNames):
+@tells_names(CACHE_MEANT)
+class CompressedCache(Evicting):
     """A compressed KV cache for `model(…, cache=cache)` and `model.generate`.
 
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep
@@ -141,8 +142,6 @@ class CompressedCache(Evicting, TellsNames):
     KVPactError
         A layer type is not known, or no layer can be compressed.
     """
-
-    _meant = CACHE_MEANT
 
     def __init__(
         self,
@@ -249,9 +248,7 @@ class CompressedCache(Evicting, TellsNames):
         An earlier snapshot is replaced; any other file is with `force`, else a `SnapshotError`.
         """
         if not force and is_of_others(path, Snapshot.open):
-            raise SnapshotError(
-                f"{path} is there and is no snapshot: save to another path, or with force=True"
-            )
+            raise SnapshotError(f"{path} is no snapshot: save to another path, or with force=True")
         self.snapshot(**more).save(path)
 
     @classmethod

@@ -8,8 +8,7 @@ from typing import Any
 from weakref import finalize
 
 _said: set[tuple[str, int]] = set()
-_BETWEEN = {"accelerate", "kvpact", "peft", "torch", "transformers"}
-"""Packages whose lines stand between a user's and what warns."""
+_BETWEEN = {"accelerate", "kvpact", "peft", "torch", "transformers"}  # a user's line and warnings
 
 
 class FallbackWarning(UserWarning):
@@ -29,8 +28,7 @@ def say_once(key: str, message: str, owner: Any = None) -> None:
 
 def warn(message: str) -> None:
     """Warn with a `FallbackWarning` at the line that called into kvpact, or into transformers."""
-    frame: Any = sys._getframe(1)
-    level = 2
+    frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, FallbackWarning, stacklevel=level)

@@ -37,11 +37,11 @@ _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "wi
 CACHE_MEANT = {
     "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
     "fork": "copy.deepcopy(cache)",
+    "from_pretrained": "CompressedCache.load(path, model)",
     "from_snapshot": "CompressedCache.load(path, model)",
     "memory": "cache.nbytes",
     "save_pretrained": "cache.save(path)",
     "summary": "print(cache), or cache.stats()",
-    "to": "model.to(device), and make the cache then",
     "truncate": "cache.crop(-count), with the number of tokens to remove",
 }
 """What to write in the place of names that a `CompressedCache` does not have."""
