@@ -95,8 +95,8 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
         else:
             from difflib import get_close_matches  # takes as long as all else here
 
-            near = get_close_matches(name, [*_HOMES, *__all__], n=2)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            near = get_close_matches(name, {*_HOMES, *__all__}, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
             hint = f"; write: {_MEANT[name]}" if name in _MEANT else hint
             raise AttributeError(f"module 'kvpact' has no attribute {name!r}{hint}")
         globals()[name] = found

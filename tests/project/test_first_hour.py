@@ -125,7 +125,7 @@ def test_the_error_names_the_line_to_write(line, message, model):
     "kvpact.from_pretrained": "; write: model, tokenizer = kvpact.load_model(name)",
     "kvpact.KVCache": "; write: kvpact.CompressedCache(model); the cache without compression is",
     "kvpact.PagedView": "; write: from kvpact.cache import PagedView",
-    "kvpact.CompresedCache": "; did you mean 'CompressedCache'",
+    "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
     "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
