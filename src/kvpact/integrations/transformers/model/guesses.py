@@ -16,20 +16,18 @@ from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, is_recipe
 from kvpact.spec import DEFAULT_SPEC, Spec, free_options, parse_spec
 
-_OPTIONS = tuple(
-    [
-        "attention",
-        "exact_new",
-        "backend",
-        "check",
-        "key_offsets",
-        "calibration",
-        "k_eq_v",
-        "sliding",
-        "budget",
-        "rungs",
-        "context",
-    ]
+_OPTIONS = (
+    "attention",
+    "exact_new",
+    "backend",
+    "check",
+    "key_offsets",
+    "calibration",
+    "k_eq_v",
+    "sliding",
+    "budget",
+    "rungs",
+    "context",
 )
 _SIDES = dict.fromkeys(("k", "key", "k_bits", "key_bits"), 0)
 _SIDES |= dict.fromkeys(("v", "value", "v_bits", "value_bits"), 1)
@@ -111,7 +109,8 @@ def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecL
 def _refuse_sides(maker: str, given: Mapping[Any, Any]) -> None:
     """Raise `SpecError` where K and V have options of their own, and write their spec."""
     sides = ["int:bits=8", "int:bits=4"]
-    for name in (found := [x for x in given if x in _SIDES]):
+    found = [x for x in given if x in _SIDES and isinstance(given[x], str | int)]
+    for name in found:
         text = str(given[name])
         sides[_SIDES[name]] = f"int:bits={text}" if text.isdecimal() else text
     if found:
