@@ -17,7 +17,8 @@ from typing import Any
 import runner
 import torch
 
-from kvpact import CacheGeometry, ContiguousCache, PrefixCache, Snapshot, create_cache
+from kvpact import CacheGeometry, PrefixCache, Snapshot, create_cache
+from kvpact.cache import ContiguousCache
 from kvpact.stores import DirectoryStore, MemoryStore, Store
 
 GEOMETRY = CacheGeometry(30, 3, 64, dtype=torch.float32)

@@ -176,7 +176,7 @@ KNOWN_OPTIONS = "bits, mode, scale, center, first, seed, sinks, window"
 @pytest.mark.parametrize(("text", "message"), {
     "": "a spec is text such as", "  ": "a spec is text such as",
     "turboquat": "did you mean 'turboquant'", "TurboQuant:bits=4": "did you mean 'turboquant'",
-    "zzz": "Known: fp8, fp8_e4m3, hybrid, int, kivi, kvarn, lowrank, none, pca, polarquant, pqo3",
+    "zzz": "method 'zzz'. Known: int, none, trellis, turboquant; more: kvpact methods. For 4",
     "turboquant:bit=4": f"no option 'bit'; it has {KNOWN_OPTIONS}",
     "kivi:bits=2,centre=64": "no option 'centre'; it has bits, group, sinks, window",
     "turboquant:bits=4,bits=4": "'bits' stands twice",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvpact
-from kvpact import ContiguousCache
+from kvpact.cache import ContiguousCache
 from kvpact_pages.quality import coverage
 from kvpact_pages.results import code, load, table
 

@@ -9,7 +9,7 @@ from matplotlib import rc_context
 from torch import Tensor
 
 import kvpact
-from kvpact import ContiguousCache
+from kvpact.cache import ContiguousCache
 from kvpact.evaluate.canvas import COLOURS
 from kvpact.spec import parse_spec
 from kvpact_pages.chart import STYLE, plot, svg

@@ -4,7 +4,6 @@ Names are imported when they are first used: what needs no tensors, such as ``kv
 not wait for torch.
 """
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -12,13 +11,8 @@ from typing import TYPE_CHECKING
 from kvpact import errors as errors
 
 if TYPE_CHECKING:  # each name again, so that type checkers know it as public
-    from kvpact.cache import ContiguousCache as ContiguousCache
-    from kvpact.cache import EngineCache as EngineCache
-    from kvpact.cache import KVCache as KVCache
-    from kvpact.cache import KVSnapshot as KVSnapshot
     from kvpact.cache import MLACache as MLACache
     from kvpact.cache import PagedKVCache as PagedKVCache
-    from kvpact.cache import PagedView as PagedView
     from kvpact.cache import Step as Step
     from kvpact.cache import create_cache as create_cache
     from kvpact.cache import recode as recode
@@ -37,6 +31,7 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
     from kvpact.integrations.models import load_model as load_model
     from kvpact.integrations.sizes import size as size
     from kvpact.integrations.transformers import CompressedCache as CompressedCache
+    from kvpact.integrations.transformers import FallbackWarning as FallbackWarning
     from kvpact.integrations.transformers import calibration_of as calibration_of
     from kvpact.integrations.transformers import disable as disable
     from kvpact.integrations.transformers import enable as enable
@@ -54,8 +49,7 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
 __version__ = "0.1.0"
 
 _NAMES = {
-    "kvpact.cache": "ContiguousCache EngineCache KVCache KVSnapshot MLACache PagedKVCache "
-    "PagedView Step create_cache recode",
+    "kvpact.cache": "MLACache PagedKVCache Step create_cache recode",
     "kvpact.calibration": "Calibration",
     "kvpact.compressor": "CompressedKV KVCacheCompressor",
     "kvpact.contract": "AttendConfig CompressedKVCache DecodeOutput DequantResult Dequantized "
@@ -64,7 +58,8 @@ _NAMES = {
     "kvpact.geometry": "CacheGeometry",
     "kvpact.integrations.models": "load_model",
     "kvpact.integrations.sizes": "size",
-    "kvpact.integrations.transformers": "CompressedCache calibration_of disable enable",
+    "kvpact.integrations.transformers": "CompressedCache FallbackWarning calibration_of disable "
+    "enable",
     "kvpact.key_offset": "KeyOffset",
     "kvpact.methods.hybrid": "Hybrid",
     "kvpact.methods.lowrank": "LowRank",
@@ -76,9 +71,23 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_MEANT = {
+    **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), "kvpact.enable(model)"),
+    "Compressor": "kvpact.KVCacheCompressor(spec)",
+    "Press": "kvpact.integrations.transformers.pressed(model, cache, press)",
+    "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
+    "get_codec": "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)",
+    "ContiguousCache": "from kvpact.cache import ContiguousCache",
+    "EngineCache": "from kvpact.cache import EngineCache",
+    "KVCache": "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's",
+    "KVSnapshot": "from kvpact.cache import KVSnapshot",
+    "PagedView": "from kvpact.cache import PagedView",
+}
+"""What to write in the place of names that are guessed, or stand elsewhere."""
+
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
-    # All that needs torch and numpy alone: `from kvpact import *` works without transformers.
-    __all__ = ["errors", *(x for x, home in _HOMES.items() if not home.endswith("transformers"))]
+    _missing = "" if find_spec("transformers") else "kvpact.integrations.transformers"
+    __all__ = ["errors", "evaluate", "recommend", *(x for x, y in _HOMES.items() if y != _missing)]
 
     def __getattr__(name: str) -> object:
         """Import what stands in `__all__`, or a package of kvpact, when it is first asked for."""
@@ -87,10 +96,15 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
         elif not name.startswith("_") and find_spec(f"kvpact.{name}") is not None:
             return import_module(f"kvpact.{name}")
         else:
-            text = f"module 'kvpact' has no attribute {name!r}"
-            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python adds a hint
+            from difflib import get_close_matches  # takes as long as all else here
+
+            near = get_close_matches(name, {*_HOMES, *__all__}, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; write: {_MEANT[name]}" if name in _MEANT else hint
+            raise AttributeError(f"module 'kvpact' has no attribute {name!r}{hint}")
         globals()[name] = found
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+        own = {*globals()} - {"TYPE_CHECKING", "find_spec", "import_module"}
+        return sorted({*own, *_HOMES, *__all__})

@@ -7,13 +7,13 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.errors import FormatError
+from kvpact.errors import FormatError, KVPactError
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
@@ -66,6 +66,16 @@ def write_atomic(path: str | PathLike[str], data: Any) -> None:
     except OSError as error:
         why = f"{error.strerror or error}; make room there, or write to another place"
         raise OSError(error.errno, why, str(target)) from error
+
+
+def is_of_others(path: str | PathLike[str], read: Callable[[Path], object]) -> bool:
+    """Return whether a file is there that `read` does not accept: kvpact did not write it."""
+    try:
+        if Path(path).exists():
+            read(Path(path))
+    except (KVPactError, OSError):
+        return True
+    return False
 
 
 def sync_folder(folder: Path) -> None:

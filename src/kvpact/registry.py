@@ -104,13 +104,13 @@ def find_method(name: str) -> Any:
             return _registered[name]
     points = _entry_points().get(name)
     if points is None:
-        known = known_names()
-        near = get_close_matches(name.lower(), known, n=1)
+        near = get_close_matches(name.lower(), known_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         bits = (re.findall("[1-6]", name) or [4])[0]
         line = f"CompressedCache(model, 'trellis:bits={bits}')"
         raise SpecError(
-            f"unknown method {name!r}{hint} Known: {', '.join(known)}. For {bits} bits: {line}"
+            f"unknown method {name!r}{hint} Known: int, none, trellis, turboquant; more: kvpact "
+            f"methods. For {bits} bits: {line}"
         )
     offers = sorted({point.value for point in points})
     if len(offers) > 1:

@@ -180,6 +180,18 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     return method, method
 
 
+def free_options(text: str) -> set[str]:
+    """Return the options of both methods of a spec that its text leaves open; none in an alias."""
+    spec = parse_spec(text)
+    free = option_types(spec.key.__class__).keys() & option_types(spec.value.__class__).keys()
+    for side in text.split("/"):
+        name, _, rest = _spelt_out(side.strip()).partition(":")
+        named = {item.strip().partition("=")[0] for item in rest.split(",")}
+        named |= {"bits"} if any(map(str.isdecimal, named)) else set()
+        free -= free if isinstance(find_method(name), Alias) else named
+    return free
+
+
 def _spelt_out(text: str) -> str:
     """Return a side as it is spelt, where it begins with a short form: ``int4``, ``4bit``."""
     name, colon, rest = text.partition(":")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import kvpact
 from kvpact import errors
+from kvpact.cache import KVCache
 from kvpact.testing.held import same_bytes
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -16,9 +16,9 @@ def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32, width: i
     return torch.randn(count, width, generator=generator).to(dtype)
 
 
-def filled(tokens: int, dtype: torch.dtype = torch.float32, room: int = ROOM) -> kvpact.KVCache:
+def filled(tokens: int, dtype: torch.dtype = torch.float32, room: int = ROOM) -> KVCache:
     """A cache whose layer l holds `rows` of seed l as K and of seed 10 + l as V, in fp32."""
-    cache = kvpact.KVCache(LAYERS, room, WIDTH, dtype)
+    cache = KVCache(LAYERS, room, WIDTH, dtype)
     if tokens:
         for layer in range(LAYERS):
             cache.store_kv(layer, rows(tokens, layer), rows(tokens, 10 + layer))
@@ -26,7 +26,7 @@ def filled(tokens: int, dtype: torch.dtype = torch.float32, room: int = ROOM) ->
     return cache
 
 
-def state(cache: kvpact.KVCache) -> list:
+def state(cache: KVCache) -> list:
     shown = [(cache.get_keys(i).clone(), cache.get_values(i).clone()) for i in range(LAYERS)]
     return [cache.seq_len, shown, cache.memory_usage()]
 

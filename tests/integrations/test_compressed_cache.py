@@ -2,13 +2,16 @@
 
 import copy
 import weakref
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from families import crop_nothing
 from tiny_configs import without_collector
-from transformers import DynamicCache, LlamaConfig
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, LlamaConfig
 
+from kvpact import FallbackWarning
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache, versions
 from kvpact.integrations.transformers.attention.forward import attention_forward
@@ -93,6 +96,33 @@ def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, f
     cache = CompressedCache(llama.config, "none")
     fused, said = fallbacks(lambda: llama.generate(**prompt, **greedy, **named(cache)))
     assert said == [] and torch.equal(slow, fused)
+
+
+def test_fallbacks_are_told_once_a_model_at_the_line_that_called(make_model, sizes, prompt):
+    models = [make_model(LlamaConfig(**sizes)) for _ in range(2)]
+    with pytest.warns(FallbackWarning, match="set_attn_implementation") as told:
+        for model in (*models, *models):
+            model.set_attn_implementation("eager")
+            model.generate(**prompt, max_new_tokens=2, **named(CompressedCache(model)))
+    assert [Path(x.filename).name for x in told] == [Path(__file__).name] * 2
+
+
+def test_attention_of_a_models_own_is_told_no_other_one(prompt):
+    bloom = BloomForCausalLM(
+        BloomConfig(n_layer=2, hidden_size=32, n_head=2, vocab_size=128)
+    ).eval()
+    with pytest.warns(FallbackWarning, match="computes attention by itself") as told:
+        bloom(**prompt, **named(CompressedCache(bloom)))
+    assert len(told) == 1
+
+
+def test_attention_weights_come_from_eager_alone(llama, prompt, fallbacks):
+    ask = partial(llama, **prompt, output_attentions=True)
+    output, said = fallbacks(lambda: ask(**named(CompressedCache(llama, "int4", window=8))))
+    assert not output.attentions and len(said) == 1 and "'eager') has them" in said[0]
+    llama.set_attn_implementation("eager")
+    output, said = fallbacks(lambda: ask(**named(CompressedCache(llama))))
+    assert [x.shape[-1] for x in output.attentions] == [40] * 2 and "weights" not in str(said)
 
 
 def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):

@@ -33,6 +33,28 @@ def tokens(model, options, **inputs):
         raise
 
 
+@pytest.mark.parametrize("wrap", {
+    "pipeline": lambda model: type("Pipe", (), {"model": model})(),
+    "PEFT": lambda model: type("Peft", (), {"get_base_model": lambda self: model})(),
+    "compiled": torch.compile,
+}.values())  # fmt: skip
+def test_what_wraps_a_model_is_enabled_and_disabled_by_it(llama, prompt, greedy, wrap):
+    exact, wrapper = llama.generate(**prompt, **greedy), wrap(llama)
+    wanted = llama.generate(**prompt, **greedy, **named(CompressedCache(llama, COARSE)))
+    assert enable(wrapper, COARSE).model is llama and PREPARE in vars(llama)
+    assert torch.equal(llama.generate(**prompt, **greedy), wanted)
+    disable(wrapper)
+    assert PREPARE not in vars(llama) and torch.equal(llama.generate(**prompt, **greedy), exact)
+
+
+def test_a_dynamic_cache_is_what_is_replaced(llama, prompt, greedy):
+    llama.generation_config.cache_implementation = "dynamic"
+    with enable(llama, COARSE):
+        options = {"cache_implementation": "dynamic", "return_dict_in_generate": True}
+        out = llama.generate(**prompt, **greedy, **options)
+    assert isinstance(cache_of(out), CompressedCache) and cache_of(out).spec == COARSE
+
+
 @pytest.mark.parametrize("extra", [
     {}, {"do_sample": True, "temperature": 1.5}, {"num_beams": 3}, {"prefill_chunk_size": 6},
 ], ids=["greedy", "sampling", "beams", "chunked-prefill"])  # fmt: skip

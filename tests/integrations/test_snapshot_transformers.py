@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tiny_configs import gemma3
 
 from kvpact import CacheGeometry, Snapshot, create_cache, errors
 from kvpact.integrations.fingerprint import fingerprint, model_fingerprint
@@ -31,6 +32,30 @@ def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     assert torch.equal(llama(**step, **named(restored)).logits, wanted)
     assert restored.snapshot().digest == cache.snapshot().digest
     assert restored.memory_usage() == cache.memory_usage()
+
+
+@pytest.mark.parametrize(("options", "again"), [
+    ({"spec": {"default": SPEC, "layers": {1: "fp8"}}}, {}),
+    ({"budget": "400kB"}, {"budget": "400kB"}),
+    ({"spec": "int:bits=8", "sliding": "int:bits=4,window=4"}, {}),
+])  # fmt: skip
+def test_a_chat_that_is_saved_goes_on_in_another_cache(
+    make_model, sizes, ids, options, again, tmp_path
+):
+    kinds = "sliding" if "sliding" in options else "full", "full"
+    path, model = tmp_path / "chat", make_model(gemma3(sizes, *kinds))
+    cache = CompressedCache(model, **options)
+    model(ids, **named(cache))
+    path.write_text("mine")
+    with pytest.raises(errors.SnapshotError, match="is no snapshot: save to another"):
+        cache.save(path)
+    assert path.read_text() == "mine"
+    cache.save(path, force=True)
+    cache.save(path, token_ids=ids)  # an earlier snapshot is replaced
+    loaded = CompressedCache.load(path, model, **again)
+    assert loaded.snapshot(token_ids=ids).digest == cache.snapshot(token_ids=ids).digest
+    with pytest.raises(errors.GeometryError, match=r"\d layers, the model compresses \d"):
+        CompressedCache.load(path, gemma3(sizes, *kinds, "full"), **again)
 
 
 @pytest.mark.parametrize("other", [{"num_key_value_heads": 1}, {"head_dim": 32}])

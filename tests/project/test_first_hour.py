@@ -1,5 +1,6 @@
 """What a newcomer types without reading: each line works, or its error names the line to write."""
 
+import copy
 import math
 
 import pytest
@@ -48,6 +49,11 @@ def model():
     "kvpact.CompressedCache(config=model.config)": "trellis:bits=4",
     "kvpact.CompressedCache(model, 4)": "trellis:bits=4",
     "kvpact.CompressedCache(model, 'fp8_e4m3')": "fp8:scale=none,sinks=0,window=0",
+    "kvpact.CompressedCache(model, 'int', bits=2)": "int:bits=2",
+    "kvpact.CompressedCache(model, window=128)": "trellis:bits=4,window=128",
+    "kvpact.CompressedCache(model, 'int4', sinks=0, window='8')": "int:bits=4,sinks=0,window=8",
+    "kvpact.CompressedCache(model, 'int8/trellis', sinks=0)":
+        "int:bits=8,sinks=0/trellis:bits=4,sinks=0",
 }.items())  # fmt: skip
 def test_the_meaning_is_plain(line, spec, model):
     cache = eval(line)
@@ -66,8 +72,11 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
     "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
     "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
-    "kvpact.CompressedCache(model, window=128)": "(model, 'trellis:bits=4,window=128')",
-    "kvpact.CompressedCache(model, 'int4', sinks=0)": "(model, 'int:bits=4,sinks=0')",
+    "kvpact.CompressedCache(model, 'q8_0', bits=4)": "(model, 'int:bits=4,sinks=0,window=0')",
+    "kvpact.CompressedCache(model, nbits=3, bits=4)": "(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, kvpact.parse_spec('int'), bits=4)": "(model, 'int:bits=4')",
+    "kvpact.CompressedCache(model, k_bits=8, v_bits=4)": "(model, 'int:bits=8/int:bits=4')",
+    "kvpact.CompressedCache(model, {'k': 'int8', 'v': 3})": "(model, 'int8/int:bits=3')",
     "kvpact.CompressedCache(model, backed='cpu')": "did you mean backend='cpu'?",
     "kvpact.CompressedCache(model, group=64)": "it has spec, bits, attention, exact_new, backend",
     "kvpact.CompressedCache(model, 'fp16')": "the exact cache is 'none', in any dtype",
@@ -89,7 +98,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, kv_cache_dtype='fp8')": "(model, 'fp8')",
     "kvpact.CompressedCache(model, method='turboquant')": "(model, 'turboquant:bits=4')",
-    "kvpact.CompressedCache(model, device='cuda')": "CompressedCache(model",
+    "kvpact.CompressedCache(model, device='cuda')": "model.to('cuda'); CompressedCache(model)",
     "kvpact.CompressedCache()": "CompressedCache(model",
     "kvpact.load_model('smollm')": "smollm2",
     "kvpact.load_model(model)": "load_model('smollm2')",
@@ -102,12 +111,36 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.recommend('smollm2', budget='a lot')": "such as 25%",
     "kvpact.recommend('smollm2', tokens=100)": "at least 258 tokens",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
-    "kvpact.enable(model, window=128)": "enable(model, 'trellis:bits=4,window=128')",
+    "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
 def test_the_error_names_the_line_to_write(line, message, model):
     with pytest.raises(KVPactError) as error:
         eval(line)
     assert message in str(error.value)
+
+
+# A name that is not there, and what its error says.
+@pytest.mark.parametrize(("line", "hint"), {
+    "kvpact.compress": "; write: kvpact.enable(model)",
+    "kvpact.from_pretrained": "; write: model, tokenizer = kvpact.load_model(name)",
+    "kvpact.KVCache": "; write: kvpact.CompressedCache(model); the cache without compression is",
+    "kvpact.PagedView": "; write: from kvpact.cache import PagedView",
+    "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
+    "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
+    "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
+    **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
+        "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
+        "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
+        "save_pretrained": "cache.save(path)", "from_snapshot": "CompressedCache.load(path, model)",
+        "max_cache_len": "run prefix tuning without a cache", "nothing": "attribute 'nothing'",
+    }.items()},
+}.items())  # fmt: skip
+def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
+    with pytest.raises(AttributeError) as error:
+        eval(line)
+    assert hint in str(error.value)
+    owner, name = line.rsplit(".", 1)
+    assert name not in dir(eval(owner)) or name in ("from_pretrained", "max_cache_len")
 
 
 def test_a_model_is_enabled_with_bits(model):
@@ -121,6 +154,9 @@ def test_a_model_is_enabled_with_bits(model):
 def test_a_cache_tells_what_it_holds(model):
     cache = kvpact.CompressedCache(model)
     assert repr(cache) == "<CompressedCache trellis:bits=4 | empty>"
+    with pytest.raises(KVPactError, match=r"^copy\.deepcopy makes a copy of a CompressedCache"):
+        copy.copy(cache)
+    assert repr(kvpact.KVCacheCompressor("int4")) == "<KVCacheCompressor int:bits=4>"
     assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
     empty = cache.stats()
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
@@ -163,7 +199,7 @@ def test_every_layout_tells_what_it_holds():
     view.prefill(0, k=k, v=v)
     assert repr(view).startswith("<PagedView int:bits=8 | 2 x 300 tokens | ")
     assert view.saved == pages.saved == 1 - pages.memory_usage() / (2 * 2 * 300 * 64 * 4)
-    plain = kvpact.KVCache(1, 100, 64)
+    plain = kvpact.cache.KVCache(1, 100, 64)
     plain.store_kv(0, k[0, 0, :1], v[0, 0, :1])
     plain.advance()
     assert repr(plain).startswith("<KVCache none | 1 token | ")

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 import kvpact
-from kvpact import CacheGeometry, EngineCache, create_cache
+from kvpact import CacheGeometry, create_cache
+from kvpact.cache import EngineCache
 
 KIT = sorted((Path(kvpact.__file__).parent / "testing").glob("*.py"))
 LIST_CACHE = Path(__file__).parent / "third_party" / "ternary" / "kvpact_listcache.py"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvpact.cli.console import note
 from kvpact.data import book_path
 from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.files import is_of_others
 from kvpact.integrations.sizes import dtype_of
 from kvpact.recipe import load_recipe
 from kvpact.spec import DEFAULT_SPEC
@@ -94,13 +95,10 @@ def check_output(path: Path, what: str, read: Callable[[Path], object], force: b
     """
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path.absolute().parent} is no folder; make it first")
-    if path.exists() and not force:
-        try:
-            read(path)
-        except (KVPactError, OSError) as error:
-            raise InputError(
-                f"{path} is there and is no {what}: give another --out, or --force to replace it"
-            ) from error
+    if not force and is_of_others(path, read):
+        raise InputError(
+            f"{path} is there and is no {what}: give another --out, or --force to replace it"
+        )
 
 
 def note_if_short(held: int, wanted: int) -> None:

@@ -14,7 +14,7 @@ from kvpact.errors import SnapshotError
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
-    from kvpact.snapshot import Identity, Snapshot
+    from kvpact.snapshot import Identity
 
 _PATH = typer.Argument(..., metavar="FILE", help="Snapshot file.", dir_okay=False)
 _ADAPTER = options.optional("Name of the model's adapter.")
@@ -156,6 +156,7 @@ def restore(
     from kvpact.cache import recode
     from kvpact.evaluate import Candidate, compressed_cache
     from kvpact.integrations.transformers import key_offsets
+    from kvpact.integrations.transformers.cache import recipe_of
     from kvpact.integrations.transformers.layers.rings import ring_spec
     from kvpact.snapshot import Snapshot
 
@@ -171,7 +172,7 @@ def restore(
     known = inputs.load_calibration(calibration, network)
     rings = ring_spec(held.records())
     if budget is None:
-        source = spec or _recipe(held, network)
+        source = spec or recipe_of(held, network)
     else:  # its specs are on the way: the budget that the file was made with goes on
         source = inputs.candidate_of(spec or "none", budget=budget).source
     candidate = Candidate(source, calibration=known, sliding=rings, budget=budget)
@@ -199,12 +200,3 @@ def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:
     from kvpact.snapshot import Identity
 
     return Identity(model=model_fingerprint(model, adapter=adapter), adapter=adapter, tenant=tenant)
-
-
-def _recipe(held: Snapshot, network: Any) -> Any:
-    """Return the snapshot's specs as a recipe for the layers of its model."""
-    from kvpact.integrations.transformers.model.facts import layer_facts
-
-    specs = [Spec.from_json(layer.spec) for layer in held.manifest.layers]
-    layers = layer_facts(network.config.get_text_config(decoder=True)).compressed()
-    return {"default": specs[0], "layers": dict(zip(layers, specs, strict=True))}

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.calibration.base import State
+from kvpact.callable_package import tells_names
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
@@ -24,6 +25,7 @@ from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
 
+@tells_names({"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"})
 class KVCacheCompressor:
     """Compresses K and V of a layer as a whole.
 
@@ -74,6 +76,9 @@ class KVCacheCompressor:
                 f"a method is a spec such as 'lowrank:rank=16' or a Method, not {method!r}"
             )
         self.method: Method | Spec = method if isinstance(method, Method) else self.spec
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.spec}>"
 
     def _with_default_bits(self, text: str) -> Spec:
         spec = parse_spec(text)

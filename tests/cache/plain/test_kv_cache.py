@@ -11,14 +11,14 @@ import pytest
 import torch
 from plain_caches import DTYPES, LAYERS, ROOM, WIDTH, assert_refused, filled, rows
 
-import kvpact
 from kvpact import errors
+from kvpact.cache import KVCache
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["torch", "numpy", "numpy16", "pieces"])
 def test_tokens_come_back_in_the_order_they_came(dtype, form):
-    cache = kvpact.KVCache(LAYERS, ROOM, WIDTH, dtype)
+    cache = KVCache(LAYERS, ROOM, WIDTH, dtype)
     given = {(layer, side): rows(6, 10 * side + layer) for layer in range(2) for side in range(2)}
     if form == "numpy16":
         given = {place: x.half() for place, x in given.items()}
@@ -135,22 +135,22 @@ def test_wrong_numbers(number):
         sizes = [LAYERS, ROOM, WIDTH]
         sizes[place] = number
         with pytest.raises(errors.GeometryError):
-            kvpact.KVCache(*sizes)
+            KVCache(*sizes)
     with pytest.raises(errors.GeometryError):
-        kvpact.KVCache(LAYERS, 0, WIDTH)
+        KVCache(LAYERS, 0, WIDTH)
 
 
 def test_dtypes_by_name_and_of_numpy():
     given = ["float16", np.float16, np.dtype("float16"), torch.float16]
-    assert [kvpact.KVCache(1, 1, 1, dtype).dtype for dtype in given] == [torch.float16] * 4
+    assert [KVCache(1, 1, 1, dtype).dtype for dtype in given] == [torch.float16] * 4
     for wrong in ("float64", "int8", np.float64, torch.float64, int, 5, None, "nonsense"):
         with pytest.raises(errors.DtypeError):
-            kvpact.KVCache(1, 1, 1, wrong)
+            KVCache(1, 1, 1, wrong)
 
 
 def test_more_than_there_are_addresses_for_is_refused():
     with pytest.raises(errors.CacheFull, match="can't reserve"):
-        kvpact.KVCache(1 << 20, 1 << 30, 1 << 20)
+        KVCache(1 << 20, 1 << 30, 1 << 20)
 
 
 def test_a_cache_takes_rows_of_its_own():
@@ -172,7 +172,7 @@ def test_memory_is_claimed_as_it_is_used():
     """Room for 32 GiB; tokens of 26 MB."""
     gc.collect()
     before, token = resident(), torch.ones(100, 1024)
-    cache = kvpact.KVCache(32, 131_072, 1024)
+    cache = KVCache(32, 131_072, 1024)
     assert cache.memory_usage() == 0
     assert resident() - before < 4e6
     for layer in range(32):
@@ -191,7 +191,7 @@ def test_memory_is_claimed_as_it_is_used():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
-    cache, given = kvpact.KVCache(2, 1 << 16, 1024, dtype), torch.ones(64, 1024)
+    cache, given = KVCache(2, 1 << 16, 1024, dtype), torch.ones(64, 1024)
     assert cache.memory_usage() == 0
     for layer in range(2):
         cache.store_kv(layer, given, given)
@@ -206,7 +206,7 @@ def test_neighbours_share_a_page_and_it_is_counted_once():
 def test_layers_may_be_used_by_threads_of_their_own():
     """Eight layers, a thread each: every one stores and reads its tokens; then all advance."""
     layers, tokens = 8, 60
-    cache = kvpact.KVCache(layers, tokens, WIDTH)
+    cache = KVCache(layers, tokens, WIDTH)
     barrier = threading.Barrier(layers, action=None)
     last = threading.Barrier(layers, action=cache.advance)
 

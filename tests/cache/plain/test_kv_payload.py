@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-import kvpact
 from kvpact import errors
+from kvpact.cache import KVCache, KVSnapshot
 
 
 @pytest.mark.parametrize("dtype", plain_caches.DTYPES)
@@ -39,7 +39,7 @@ def test_a_snapshot_of_arrays_and_of_another_dtype():
     keys = [plain_caches.rows(2, i).numpy() for i in range(2)]
     values = [plain_caches.rows(2, 10 + i).half() for i in range(2)]
     cache = plain_caches.filled(5, torch.bfloat16)
-    cache.restore_from_snapshot(kvpact.KVSnapshot(keys, values, 2))
+    cache.restore_from_snapshot(KVSnapshot(keys, values, 2))
     assert torch.equal(cache.get_keys(1), plain_caches.rows(2, 1).bfloat16())
     assert torch.equal(cache.get_values(0), plain_caches.rows(2, 10).half().bfloat16())
 
@@ -90,14 +90,14 @@ def test_payloads_of_other_caches_change_nothing():
         (errors.GeometryError, (layers, room, width + 1)),
         (ValueError, (layers + 1, room, width)),
     ):
-        payload = kvpact.KVCache(*shape).to_payload()
+        payload = KVCache(*shape).to_payload()
         plain_caches.assert_refused(cache, error, cache.restore_from_payload, payload)
     for wrong in (None, "text", b"", b"\0" * 64, 5, [1, 2]):
         plain_caches.assert_refused(cache, errors.FormatError, cache.restore_from_payload, wrong)
 
 
-def small() -> kvpact.KVCache:
-    cache = kvpact.KVCache(1, 2, 3, torch.float16)
+def small() -> KVCache:
+    cache = KVCache(1, 2, 3, torch.float16)
     cache.store_kv(0, plain_caches.rows(2, 1, width=3), plain_caches.rows(2, 2, width=3))
     cache.advance(2)
     return cache

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import kvpact
+from kvpact.cache import KVCache
 from kvpact.errors import CacheFull, IncompleteToken
 
 LAYERS, ROOM, WIDTH = 2, 7, 3
@@ -18,7 +18,7 @@ class Plain(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     def begin(self, dtype):
         self.dtype, self.count = dtype, 0
-        self.cache = kvpact.KVCache(LAYERS, ROOM, WIDTH, dtype)
+        self.cache = KVCache(LAYERS, ROOM, WIDTH, dtype)
         self.done = [[] for _ in range(LAYERS)]
         self.flying = [[] for _ in range(LAYERS)]
         self.saved = []

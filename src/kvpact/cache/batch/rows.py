@@ -18,8 +18,8 @@ from kvpact.geometry import check_count
 def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
     """Raise `SnapshotError`: locks and addresses are part of a cache; for `__reduce_ex__`."""
     raise SnapshotError(
-        f"{type(cache).__name__} can't be pickled: take snapshot(), which can be saved and "
-        "restored; copy.deepcopy makes a copy in memory"
+        f"copy.deepcopy makes a copy of a {type(cache).__name__} in memory, and its snapshot() can "
+        "be saved and restored; the cache itself can't be pickled, nor copied by copy.copy"
     )
 
 

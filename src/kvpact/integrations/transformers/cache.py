@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import ref
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
+from kvpact.callable_package import tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
+from kvpact.files import is_of_others
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.evict import Evicting
 from kvpact.integrations.transformers.held.gaps import gaps_of
@@ -29,7 +29,6 @@ from kvpact.integrations.transformers.layers.engine_layers import (
     CrossAttentionLayer,
     checked,
     restore_records,
-    saved,
 )
 from kvpact.integrations.transformers.layers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.layers.full import CompressedHybridLayer, CompressedLayer
@@ -50,8 +49,8 @@ from kvpact.integrations.transformers.model.facts import (
     check_heads,
     layer_facts,
 )
-from kvpact.integrations.transformers.model.fallback import FallbackWarning
-from kvpact.integrations.transformers.model.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.model.fallback import warn
+from kvpact.integrations.transformers.model.guesses import CACHE_MEANT, config_of, meant_spec
 from kvpact.integrations.transformers.model.offsets import offsets_of
 from kvpact.integrations.transformers.versions import (
     LAYER_CLASSES,
@@ -62,7 +61,7 @@ from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, LayerState, RecordState, Snapshot
+from kvpact.snapshot import LayerState, Snapshot
 from kvpact.snapshot.state import CacheState
 from kvpact.spec import DEFAULT_SPEC, Spec
 
@@ -71,6 +70,7 @@ class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
+@tells_names(CACHE_MEANT)
 class CompressedCache(Evicting):
     """A compressed KV cache for `model(…, cache=cache)` and `model.generate`.
 
@@ -225,13 +225,11 @@ class CompressedCache(Evicting):
         if 0 < held <= self._dropped_at and caller.f_code.co_name.startswith("prepare_inputs"):
             ids = caller.f_locals.get("input_ids")
             if ids is not None and ids.shape[1] > self._dropped_at:
-                warnings.warn(
+                warn(
                     f"this model's rotation switches factors after {self._dropped_at:,} tokens: "
                     f"`generate` drops the compressed cache with its {held:,} tokens and goes on "
                     "with an exact one. Call generate again with all tokens and a new cache, which "
-                    "is kept",
-                    FallbackWarning,
-                    stacklevel=2,
+                    "is kept"
                 )
         return held > 0
 
@@ -244,46 +242,29 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
-    def snapshot(
-        self, *, token_ids: Tensor | None = None, identity: Identity | None = None
-    ) -> Snapshot:
-        """Return what all layers hold (see `ContiguousCache.snapshot`).
+    def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
+        """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
 
-        Layers that transformers caches itself are in it, too, with their windows and states, bit
-        for bit.
-
-        Raises
-        ------
-        SnapshotError
-            Nothing is held yet, or layers hold unlike numbers of tokens since a call was
-            interrupted.
-        GeometryError
-            Layers have K and V of unlike shapes.
-        KVPactError
-            A layer holds something that kvpact does not know.
+        An earlier snapshot is replaced; any other file is with `force`, else a `SnapshotError`.
         """
-        held = self.held()
-        if held is None:
-            raise SnapshotError("the cache is empty; run the model first")
-        return held.snapshot_with(self.records(), token_ids, identity)
+        if not force and is_of_others(path, Snapshot.open):
+            raise SnapshotError(f"{path} is no snapshot: save to another path, or with force=True")
+        self.snapshot(**more).save(path)
 
-    def records(self, *, whole: bool = False) -> list[RecordState]:
-        """Return copies of what layers hold besides compressed K and V, for a snapshot.
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: Any, **options: Any) -> Self:
+        """Return a new cache of a model, of the file's specs, that goes on where `save` was called.
 
-        Parameters
-        ----------
-        whole : bool
-            Packed streams, the keys of an index, decompressed instead of as they lie.
-
-        Raises
-        ------
-        SnapshotError
-            Layers hold unlike numbers of tokens since a call was interrupted.
+        `options` are more of `CompressedCache`, as the saved one was made with: `budget`, `k_eq_v`.
+        Errors are those of `Snapshot.open`, of `CompressedCache` and of `restore`.
         """
-        tokens = self.tokens()
-        found = saved(self.own_by_index(), tokens, whole=whole)
-        odd = self._shared.call_log.odd(tokens)
-        return found + self._shared.gaps.record(self._caches(), tokens, odd)
+        held = Snapshot.open(path)
+        given = {"sliding": ring_spec(held.records())}
+        given |= {} if held.manifest.version > 1 else {"key_offsets": None}  # from before these
+        given |= {} if options.get("budget") else {"spec": recipe_of(held, model)}
+        cache = cls(model, **given | options)
+        cache.restore(held, device=input_device(model))
+        return cache
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
@@ -398,3 +379,11 @@ class CompressedCache(Evicting):
             own["budget"] = known[0] if known else {"bytes": self._shared.budget.bytes}
         summary = self._summary()
         return {**stats, "spec": summary.spec, "tokens": summary.tokens, **own}
+
+
+def recipe_of(held: Snapshot, model: Any) -> Any:
+    """Return a snapshot's specs as a recipe for the layers of its model, or of a config."""
+    config = getattr(model, "config", model)
+    specs = [Spec.from_json(layer.spec) for layer in held.manifest.layers]
+    layers = layer_facts(config.get_text_config(decoder=True)).compressed()
+    return {"default": specs[0], "layers": dict(zip(layers, specs, strict=False))}

@@ -18,7 +18,7 @@ from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.model.facts import layer_facts
-from kvpact.integrations.transformers.model.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.model.guesses import config_of, meant_spec, unwrapped
 from kvpact.integrations.transformers.served import ServedCalls, tell_of_exact, watch_no_calls
 from kvpact.integrations.transformers.versions import (
     CACHE,
@@ -31,8 +31,8 @@ from kvpact.spec import DEFAULT_SPEC
 
 PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
-_NO_MATTER = (None, "hybrid")
-"""Values of a model's own ``cache_implementation`` without effect."""
+_NO_MATTER = (None, "hybrid", "dynamic")
+"""Values of a model's own ``cache_implementation`` without effect, or for what is replaced."""
 _BATCHING = "init_continuous_batching"
 _STATE = "__getstate__"
 _lock = threading.Lock()
@@ -158,7 +158,7 @@ class _CacheMaker(_Hook):
         if given or generation_config.use_cache is False:
             return self.method(generation_config, model_kwargs, *args, **kwargs)
         kind, draft = generation_config.cache_implementation, generation_config.is_assistant
-        if kind is not None and not (draft and kind == DRAFTS_CACHE):
+        if kind not in (None, "dynamic") and not (draft and kind == DRAFTS_CACHE):
             raise EnableError(
                 f"cache_implementation={kind!r} asks for another cache than the one that `enable` "
                 "has set: leave it out, or disable(model) first"
@@ -233,7 +233,7 @@ class Enabled(AbstractContextManager["Enabled"]):
             disable(self.model)
 
 
-def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled:
+def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled:
     """Let a model's `generate` use compressed caches wherever its caller passes none.
 
     Pipelines, servers and all else that calls `model.generate` then have a new `CompressedCache`
@@ -249,7 +249,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     Parameters
     ----------
     model : PreTrainedModel
-        The model that generates; of a PEFT model the one inside, ``model.get_base_model()``.
+        The model that generates, or a pipeline, a PEFT model or a compiled one around it.
     spec : str, Spec, path or mapping
         A spec or a recipe, as of `CompressedCache`.
     **options
@@ -264,10 +264,10 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     Raises
     ------
     EnableError
-        The model generates in a way that takes no such cache, its ``generation_config`` names a
-        ``cache_implementation``, it is enabled with another spec or options, or
-        ``check="deferred"`` is asked for, whose flags nobody would read. A later call of
-        `generate` raises it if it names a ``cache_implementation`` or batches continuously
+        The model generates in a way that takes no such cache, its ``generation_config`` names
+        another ``cache_implementation`` than ``"dynamic"``, it is enabled with another spec or
+        options, or ``check="deferred"`` is asked for, whose flags nobody would read. A later call
+        of `generate` raises it if it names such a ``cache_implementation`` or batches continuously
         (`generate_batch`).
     KVPactError
         Anything else that `CompressedCache` refuses. The model is as before after every error.
@@ -278,6 +278,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text)  # doctest: +SKIP
     >>> disable(model)  # doctest: +SKIP
     """
+    model = unwrapped(model)
     if not hasattr(model, "forward"):
         config_of("enable", model, spec)
     check_servable(model)
@@ -306,13 +307,13 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     return Enabled(model, changed=True)
 
 
-def disable(model: PreTrainedModel) -> None:
+def disable(model: Any) -> None:
     """Undo `enable`: the model is what it was before. A model that is not enabled stays as it is.
 
     Calls of `generate` that have begun keep their cache.
     """
     with _lock:
-        _remove_hooks(model)
+        _remove_hooks(unwrapped(model))
 
 
 def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -> None:
@@ -328,8 +329,7 @@ def check_servable(model: Any) -> None:
     name = kind.__name__
     if not issubclass(kind, PreTrainedModel) or not issubclass(kind, GenerationMixin):
         raise EnableError(
-            f"enable wants a model of transformers that generates, not {name}: of a PEFT model "
-            "model.get_base_model(), of a compiled one the model that was compiled"
+            f"enable wants a model of transformers that generates, or what wraps one, not {name}"
         )
     if not model._supports_default_dynamic_cache():
         raise EnableError(

@@ -1,4 +1,4 @@
-"""Tokens that a model's cache holds, and evicts: `CompressedCache.evict` and `compact`.
+"""Tokens that a model's cache holds, and evicts: `CompressedCache.evict`, `compact`, `snapshot`.
 
 What is left keeps the positions it was computed with, and the next token takes the position that it
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers.engine_cache import TransformersCache
 from kvpact.integrations.transformers.held.gaps import Gaps
-from kvpact.integrations.transformers.layers.engine_layers import tokens_held
+from kvpact.integrations.transformers.layers.engine_layers import saved, tokens_held
 from kvpact.integrations.transformers.layers.full import CompressedLayer
+from kvpact.snapshot import Identity, RecordState, Snapshot
 
 
 class Evicting(TransformersCache):
@@ -142,3 +143,44 @@ class Evicting(TransformersCache):
 
     def _caches(self) -> list[ContiguousCache]:
         return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
+
+    def snapshot(
+        self, *, token_ids: Tensor | None = None, identity: Identity | None = None
+    ) -> Snapshot:
+        """Return what all layers hold (see `ContiguousCache.snapshot`).
+
+        Layers that transformers caches itself are in it, too, with their windows and states, bit
+        for bit.
+
+        Raises
+        ------
+        SnapshotError
+            Nothing is held yet, or layers hold unlike numbers of tokens since a call was
+            interrupted.
+        GeometryError
+            Layers have K and V of unlike shapes.
+        KVPactError
+            A layer holds something that kvpact does not know.
+        """
+        held = self.held()
+        if held is None:
+            raise SnapshotError("the cache is empty; run the model first")
+        return held.snapshot_with(self.records(), token_ids, identity)
+
+    def records(self, *, whole: bool = False) -> list[RecordState]:
+        """Return copies of what layers hold besides compressed K and V, for a snapshot.
+
+        Parameters
+        ----------
+        whole : bool
+            Packed streams, the keys of an index, decompressed instead of as they lie.
+
+        Raises
+        ------
+        SnapshotError
+            Layers hold unlike numbers of tokens since a call was interrupted.
+        """
+        tokens = self.tokens()
+        found = saved(self.own_by_index(), tokens, whole=whole)
+        odd = self._shared.call_log.odd(tokens)
+        return found + self._shared.gaps.record(self._caches(), tokens, odd)

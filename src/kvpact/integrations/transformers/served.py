@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from typing import Any
 from weakref import finalize
 
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import Cache
 
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.model.fallback import FallbackWarning
+from kvpact.integrations.transformers.model.fallback import warn
 from kvpact.integrations.transformers.versions import CACHE, given_cache
 
 
@@ -78,10 +77,8 @@ def tell_of_exact(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             return
         frame = frame.f_back
     watch_no_calls(vars(model))
-    warnings.warn(
+    warn(
         "a model that is enabled has compressed caches in `generate`; this call was given none, "
         f"and its logits are those of an exact cache: pass {CACHE}=CompressedCache(model, spec, "
-        "exact_new=False) to score as decoding reads, or use_cache=False if exact is right",
-        FallbackWarning,
-        stacklevel=5,
+        "exact_new=False) to score as decoding reads, or use_cache=False if exact is right"
     )

@@ -114,7 +114,9 @@ def attention_forward(
         if kwargs.get("output_attentions"):
             say_once(
                 "output_attentions",
-                "attention weights never exist with a compressed cache; None is returned for them",
+                "attention 'kvpact' returns no weights, as 'sdpa' returns none: "
+                "model.set_attn_implementation('eager') has them, of decompressed K and V",
+                module,
             )
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -293,13 +295,14 @@ def _give_back(config: PreTrainedConfig) -> None:
 
 
 @lru_cache(maxsize=256)
-def _asks_by_name(module: str) -> bool:
-    """Return whether a model's code compares the name of its attention, and does not look it up."""
+def _attends_itself(module: str) -> tuple[bool, bool]:
+    """Return whether a model's code has attention of its own, and whether it asks for its name."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
-        return False
-    return "._attn_implementation ==" in source and "ALL_ATTENTION_FUNCTIONS" not in source
+        return False, False
+    own = "ALL_ATTENTION_FUNCTIONS" not in source
+    return own and "Attention(nn.Module)" in source, own and "._attn_implementation ==" in source
 
 
 def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
@@ -318,7 +321,7 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
 def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | None:
     lent = id(config) in _before  # asked first: a loan may end at any moment, but none begins
     current = config._attn_implementation
-    by_name = _asks_by_name(modeling_module(config))
+    itself, by_name = _attends_itself(modeling_module(config))
     if by_name and current == ATTENTION:
         raise KVPactError(
             "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
@@ -336,19 +339,22 @@ def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | No
             "sparse",
             "layers of this model attend to streams that it compresses itself, which works with "
             f"attention {current!r} and not with 'kvpact': K and V are read decompressed",
+            config,
         )
-    elif by_name:
+    elif by_name or (itself and current not in ("sdpa", None)):
         say_once(
             "decompressed",
             "this model computes attention by itself: K and V are decompressed for it in every "
             "step, which is right, but slower and with a whole layer in memory",
+            config,
         )
-    elif lent or current in ("sdpa", None):
+    elif (lent and current == ATTENTION) or current in ("sdpa", None):
         return _lent(config)
     elif current != ATTENTION:
         say_once(
             "decompressed",
             f"the model's attention is {current!r}, which will read decompressed K and V; "
             "model.set_attn_implementation('kvpact') attends over the compressed cache",
+            config,
         )
     return None

@@ -75,13 +75,15 @@ class KVHandle(Tensor):
     ) -> Any:
         """Run any operation on decompressed tensors."""
         given = torch.utils._pytree.tree_leaves((args, kwargs or {}))
-        if any(isinstance(x, KVHandle) and not x.pending.fresh for x in given):
+        read = [x.pending for x in given if isinstance(x, KVHandle) and not x.pending.fresh]
+        if read:
             say_once(
                 "decompressed",
                 f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in "
                 "every step: right, but slower and with a whole layer in memory; the padding of a "
                 "batch is not known on this way and may be held as sink tokens. For attention over "
                 "the compressed cache call model.set_attn_implementation('kvpact')",
+                getattr(read[0], "origin", read[0]).shared,
             )
         args, kwargs = torch.utils._pytree.tree_map_only(
             KVHandle, lambda handle: handle.materialize(), (args, kwargs or {})

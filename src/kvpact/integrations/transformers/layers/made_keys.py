@@ -318,6 +318,7 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
                 "k_eq_v",
                 "keys of this model's first call are not those that are made of its values, at "
                 "positions that follow one another: K and V are held apart, as with k_eq_v=False",
+                self._shared,
             )
             return False
         if known is None and found is not expected:

@@ -1,18 +1,34 @@
-"""Warnings of slower ways, given once."""
+"""Warnings of slower ways, given once for a model, at the line of whoever called it."""
 
 from __future__ import annotations
 
+import sys
 import warnings
+from typing import Any
+from weakref import finalize
 
-_said: set[str] = set()
+_said: set[tuple[str, int]] = set()
+_BETWEEN = {"accelerate", "kvpact", "peft", "torch", "transformers"}  # a user's line and warnings
 
 
 class FallbackWarning(UserWarning):
     """Something takes the slower way; the results are right."""
 
 
-def say_once(key: str, message: str) -> None:
-    """Warn with a `FallbackWarning`, once per `key` and process."""
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(message, FallbackWarning, stacklevel=3)
+def say_once(key: str, message: str, owner: Any = None) -> None:
+    """Warn with a `FallbackWarning`, once per `key` and model, which `owner` has the config of."""
+    owner = getattr(owner, "config", owner)
+    entry = key, id(owner)
+    if entry not in _said:
+        _said.add(entry)
+        if owner is not None:
+            finalize(owner, _said.discard, entry).atexit = False
+        warn(message)
+
+
+def warn(message: str) -> None:
+    """Warn with a `FallbackWarning` at the line that called into kvpact, or into transformers."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, FallbackWarning, stacklevel=level)

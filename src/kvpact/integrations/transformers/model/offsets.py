@@ -97,7 +97,7 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     """
     found, unknown = _read(model)
     if unknown:
-        _tell_of_unknown(unknown)
+        _tell_of_unknown(unknown, model)
     return dict(found)
 
 
@@ -251,13 +251,14 @@ def _offset(
     )
 
 
-def _tell_of_unknown(why: str) -> None:
+def _tell_of_unknown(why: str, model: Any) -> None:
     """Warn, once, that keys may have a bias that can't be read."""
     say_once(
         "unknown bias",
         f"the bias of this model's keys is not known ({why}): none is stored apart, which, where "
         "it is large, costs precision below 8 bits. Give key_offsets=, what key_offsets(model) "
         "gives for the model with plain weights, or key_offsets=None if there is no such bias",
+        model,
     )
 
 
@@ -269,7 +270,7 @@ def tell_of_bias(attention: Any) -> None:
     try:
         projection = _projection(attention)
     except MismatchError as error:
-        return _tell_of_unknown(str(error))
+        return _tell_of_unknown(str(error), attention)
     if projection is None:
         return
     size = float(projection.bias.norm(dim=1).max())
@@ -280,6 +281,7 @@ def tell_of_bias(attention: Any) -> None:
             "8 bits. Give the model in the place of its config, CompressedCache(model, spec), or "
             "PagedKVCache(..., key_offsets=key_offsets(model)), so that the bias is stored apart; "
             "CompressedCache(..., key_offsets=None) says that it should not be",
+            attention,
         )
 
 
@@ -295,7 +297,7 @@ def offsets_of(
             return None
         found, unknown = _read(model)  # of more layers than one that exits early runs
         if unknown and any(specs[layer].key.name != "none" for layer in compressed):
-            _tell_of_unknown(unknown)
+            _tell_of_unknown(unknown, model)
         return {i: found[x] for i, x in enumerate(compressed) if x in found}
     if not isinstance(given, Mapping | None):
         raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
