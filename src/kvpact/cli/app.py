@@ -12,8 +12,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, CommandEntry
 from kvpact.errors import KVPactError
+
+HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Deferred(TyperCommand):
@@ -29,9 +31,11 @@ class Deferred(TyperCommand):
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         if below := _below(str(self.name)):
-            one.callback(invoke_without_command=True, epilog=_end(self._entry))(_body(self._entry))
+            given = {"epilog": _end(self._entry), "context_settings": HELP}
+            one.callback(invoke_without_command=True, **given)(_body(self._entry))
         for word, entry in (below or {str(self.name): self._entry}).items():
-            one.command(word, short_help=entry.summary, epilog=_end(entry))(_body(entry))
+            given = {"epilog": _end(entry), "context_settings": HELP}
+            one.command(word, short_help=entry.summary, **given)(_body(entry))
         return typer.main.get_command(one)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -63,6 +67,7 @@ def _group(name: str) -> TyperGroup:
         commands={word: Deferred(word, entry) for word, entry in _below(name).items()},
         no_args_is_help=True,
         rich_markup_mode=None,
+        context_settings=HELP,
     )
 
 
@@ -86,6 +91,12 @@ class Commands(TyperGroup):
         for name, entry in COMMANDS.items():
             if " " not in name:
                 self.add_command(Deferred(name, entry) if entry.target else _group(name), name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; what others call by a word of their own is told by that word."""
+        if args[0] in ELSEWHERE and not ctx.resilient_parsing:
+            ctx.fail(f"there is no command {args[0]!r}: {ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command; see `typer.core.TyperGroup.main`."""
@@ -140,6 +151,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings=HELP,
     help="Compress KV caches, and measure what that costs in quality and saves in memory.",
     epilog="\b\nTo begin with:\n  kvpact size qwen3-8b\n  kvpact COMMAND --help",
 )

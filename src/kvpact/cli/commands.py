@@ -52,6 +52,11 @@ COMMANDS = {
         "generate:generate",
         ('kvpact generate "And the moral is" --file book.txt --max-new-tokens 64',),
     ),
+    "chat": CommandEntry(
+        "Chat with a model on one compressed cache; prints its bytes after each answer.",
+        "chat:chat",
+        ("kvpact chat smollm2", "kvpact chat path/to/model --spec trellis:bits=3"),
+    ),
     "demo": CommandEntry(
         "Let a model recite a book out of the exact cache and two compressed ones, side by side.",
         "demo:demo",
@@ -122,3 +127,24 @@ COMMANDS = {
     ),
 }
 """By the words that call them; a group stands before its commands."""
+
+_MODELS_STAY = (
+    "models stay as they are, and caches are compressed while they run: kvpact chat MODEL --spec "
+    "SPEC, or kvpact.CompressedCache(model) in Python"
+)
+ELSEWHERE = {
+    "bench": "kvpact eval SPEC measures quality and bytes, kvpact generate bytes and speed",
+    "compare": "kvpact eval SPEC SPEC compares caches",
+    "compress": _MODELS_STAY,
+    "convert": _MODELS_STAY,
+    "env": "kvpact doctor shows what is installed, and what runs on this machine",
+    "info": "kvpact methods NAME explains a method, kvpact doctor shows this machine",
+    "list": "kvpact methods lists methods, kvpact size --list models, kvpact recipes recipes",
+    "models": "kvpact size --list lists models whose sizes are known",
+    "plot": "kvpact eval SPEC --out FOLDER draws one",
+    "quantize": _MODELS_STAY,
+    "run": "kvpact chat MODEL talks to a model, kvpact generate PROMPT continues a text",
+    "serve": "kvpact runs inside a server: vLLM, SGLang, LMCache (docs/serving.md), and llama.cpp "
+    "(kvpact llama-cpp)",
+}
+"""Words that are looked for as commands, and which commands do that."""

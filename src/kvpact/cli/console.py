@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,6 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
@@ -37,13 +37,23 @@ PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squ
 
 def output_console() -> Console:
     """Return a console on stdout, for results."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console = _console()
+    return console if console.is_terminal else _console(width=max(console.width, PIPE_WIDTH))
 
 
 def error_console() -> Console:
     """Return a console on stderr, for progress, notes and errors."""
-    return Console(stderr=True)
+    return _console(stderr=True)
+
+
+def _console(**given: Any) -> Console:
+    """Return a console; with NO_COLOR no style leaves an escape sequence."""
+    return Console(**given, color_system=None if os.environ.get("NO_COLOR") else "auto")
+
+
+def count_text(tokens: int) -> str:
+    """Return a number of tokens in words."""
+    return f"{tokens:,} token" + "s" * (tokens != 1)
 
 
 def printable(text: object) -> str:
@@ -154,16 +164,15 @@ def _by_the_minute(title: str) -> Callable[[float, float | None, str], None]:
 def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]:
     """Yield ``report(done, total or None, what)``: a passing bar; elsewhere a line a minute."""
     console = error_console()
-    if not console.is_terminal:
+    if not console.is_terminal or console.no_color:
         yield _by_the_minute(title)
         return
     columns = (
         TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),
         BarColumn(bar_width=20),
         TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("left"),
         TextColumn(
             "{task.description}",
             style="dim",

@@ -41,7 +41,7 @@ def demo(
     paragraphs = (" ".join(x.split()) for x in book.split("\n\n") if x.strip())
     ids = first_tokens(tokenizer, "\n\n".join(paragraphs), tokens)
     prompt = torch.cat([ids, first_tokens(tokenizer, "\n\n", 9), ids[CUE]])[None]
-    check_positions(network, prompt.shape[1], new_tokens)
+    check_positions(network, prompt.shape[1], new_tokens, "lower --tokens or --new-tokens")
     made = continuations(network, prompt, new_tokens)
     if as_json:
         found = [

@@ -25,13 +25,17 @@ if TYPE_CHECKING:
     from kvpact.calibration import Calibration
     from kvpact.evaluate import Candidate
 
+BOOK = "@book"
+
 
 class InputError(KVPactError, ValueError):
     """A command was given something it can't use."""
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, or of stdin for ``-``."""
+    """Return the text of a UTF-8 file, of stdin for ``-``, or the shipped book for ``@book``."""
+    if str(path) == BOOK:
+        return book_path().read_text("utf-8")
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -176,13 +180,16 @@ def load_calibration(path: Path | None, network: Any) -> Calibration | None:
     return found
 
 
-def check_positions(model: Any, tokens: int, new: int = 0) -> None:
-    """Raise `InputError` unless there are tokens, and the model has positions for them all."""
+def check_positions(model: Any, tokens: int, new: int, remedy: str) -> None:
+    """Raise `InputError` unless there are tokens, and the model has positions for them all.
+
+    `remedy`: what to do, by the options of the command.
+    """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if tokens == 0 or (limit is not None and tokens + new > limit):
         more = f" and {new} new ones" if new else ""
-        hint = "; shorten the prompt or lower --max-new-tokens" if new else ""
-        raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
+        what = f"{tokens} tokens{more}"
+        raise InputError(f"{what} do not fit the model's {limit} positions; {remedy}")
 
 
 def prompted(
@@ -193,16 +200,21 @@ def prompted(
     *,
     chat: bool = False,
     new: int = 0,
+    most: int | None = None,
 ) -> tuple[Any, Any, torch.Tensor, Any, Calibration | None]:
-    """Load a model (see `open_model`) that takes a text and `new` tokens after it.
+    """Load a model (see `open_model`) that takes a text, or its `most` last tokens, and `new` ones.
 
     Returns it, its tokenizer, the text's ids ``[1, T]``, an empty cache, and the `calibration`.
     """
     from kvpact.evaluate import compressed_cache
 
     network, tokenizer = open_model(*model)
+    if most is not None:
+        text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][-most:])
     ids = encode(tokenizer, text, chat=chat)
-    check_positions(network, ids.shape[1], new)
+    lower = ", or lower --max-new-tokens" if new else ""
+    remedy = f"--prompt-tokens N takes the last N of them{lower}"
+    check_positions(network, ids.shape[1], new, remedy)
     known = load_calibration(calibration, network)
     cache = compressed_cache(network, replace(candidate, calibration=known))
     return network, tokenizer, ids, cache, known
@@ -221,11 +233,16 @@ def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: An
     return tokens
 
 
+def check_template(tokenizer: Any, remedy: str) -> None:
+    """Raise `InputError` where a tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise InputError(f"this model's tokenizer has no chat template; {remedy}")
+
+
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
     """Return the token ids ``[1, T]`` of a text."""
-    if chat and not tokenizer.chat_template:
-        raise InputError("this model's tokenizer has no chat template; leave --chat out")
     if chat:
+        check_template(tokenizer, "leave --chat out")
         message = [{"role": "user", "content": text}]
         options = {"return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)

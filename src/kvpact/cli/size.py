@@ -13,6 +13,7 @@ from rich.text import Text
 from kvpact.cli import options
 from kvpact.cli.console import output_console, print_document, print_table, printable, size_text
 from kvpact.cli.inputs import InputError
+from kvpact.data import model_table
 from kvpact.errors import GeometryError
 from kvpact.geometry import MAX_SIZE, CacheGeometry
 from kvpact.integrations import sizes
@@ -55,6 +56,7 @@ def size(
         help="Show how a cache with this budget (200MB, or 25% of the 16-bit cache of the most "
         "--tokens) loses bits as it grows; SPEC is what it begins with, exact if omitted.",
     ),
+    listed: bool = typer.Option(False, "--list", help="List the models that are known by name."),
     as_json: bool = options.JSON,
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
@@ -62,6 +64,9 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
+    if listed:
+        _show_names(as_json)
+        return
     if not 1 <= batch <= MAX_SIZE:
         raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
     try:
@@ -101,6 +106,15 @@ def size(
         show_schedule(schedule)
     else:
         show(asdict(found))
+
+
+def _show_names(as_json: bool) -> None:
+    """Print the models that are known without a network, and their ids on the hub."""
+    found = [{"name": name, "hub": x["hub"]} for name, x in model_table()["models"].items()]
+    if as_json:
+        print_document("size", models=found)
+    else:
+        print_table(("model", "id on the hub"), map(dict.values, found), left=2)
 
 
 def show(data: dict[str, Any]) -> None:
