@@ -226,7 +226,8 @@ def check_model(name_or_path: Any) -> None:
         )
     elif not path.is_dir() and (known := model_table()["models"].get(name.lower())):
         raise KVPactError(
-            f"{name!r} is a name that `kvpact size` alone knows; the model is {known['hub']!r}"
+            f"{name!r} is a name that `kvpact size` alone knows; give its id on the hub, "
+            f"{known['hub']!r}"
         )
     elif not path.is_dir() and (near := get_close_matches(name.lower(), PACKAGED, n=1)):
         raise KVPactError(
