@@ -41,16 +41,15 @@ def recommend_command(
     Bytes are counted for one sequence of --context tokens.
     """
     from kvpact.evaluate.feed import check_sizes
-    from kvpact.recommend import budget_bytes, recommend, write_recommendation
-    from kvpact.recommend.budget import is_spec
+    from kvpact.recommend import recommend, write_recommendation
+    from kvpact.recommend.budget import check_budget
     from kvpact.recommend.files import RECIPE, recommendation_data
 
     ((text_name, content),) = inputs.texts_of([] if text is None else [text])
     if tokens is None:
         tokens = QUICK_TOKENS if quick else TOKENS
     check_sizes(tokens, 256)
-    if not is_spec(budget):
-        budget_bytes(budget, 0)  # a misspelt one is reported before a model is loaded
+    check_budget(model, budget, context)  # before weights are loaded
     with inputs.results_folder(out):
         inputs.check_models([model])
         network, tokenizer = inputs.open_model(model, dtype, threads)

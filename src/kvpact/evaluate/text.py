@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-VERDICTS = (("lossless", 0.0005), ("near-lossless", 0.002), ("visible", 0.02))
+VERDICTS = (("very close", 0.0005), ("close", 0.002), ("visible", 0.02))
 """Largest mean KL of each verdict, in nats per token against the exact cache; ``broken`` is above.
 
-- ``lossless``: what 8-bit formats cost. The most probable token differs on about one token in a
+- ``very close``: what 8-bit formats cost. The most probable token differs on about one token in a
   hundred, and there only between candidates that are nearly as probable.
-- ``near-lossless``: what good 4-bit formats cost; perplexity rises by some tenths of a percent.
+- ``close``: what good 4-bit formats cost; perplexity rises by some tenths of a percent.
 - ``visible``: the most probable token differs on some five tokens in a hundred, so texts soon go
   other ways, and tasks that hang on single tokens lose.
 - ``broken``: the model is another one.
 
+Up to `ROUNDING` a cache is ``exact``, and fewer than `LEAST_SCORED` scored tokens give no verdict.
 They are conventions, read off teacher-forced runs of small models. A KL is a mean over tokens of
 one text; ``kvpact eval --tasks all`` tells whether a task of yours is hurt.
 """
+ROUNDING = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
+LEAST_SCORED = 500
+NO_VERDICT = "no verdict"
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -33,6 +37,10 @@ def kl_text(value: float) -> str:
     return f"{value:.5f}"
 
 
-def verdict_of(kl: float) -> str:
-    """Return the verdict on a mean KL; NaN is ``broken``."""
+def verdict_of(kl: float, scored: int = LEAST_SCORED) -> str:
+    """Return the verdict on a mean KL of so many scored tokens; NaN is ``broken``."""
+    if kl <= ROUNDING:
+        return "exact"
+    if scored < LEAST_SCORED:
+        return NO_VERDICT
     return next((name for name, most in VERDICTS if kl <= most), "broken")
