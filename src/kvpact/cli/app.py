@@ -15,8 +15,6 @@ import kvpact
 from kvpact.cli.commands import COMMANDS, ELSEWHERE, CommandEntry
 from kvpact.errors import KVPactError
 
-HELP = {"help_option_names": ["-h", "--help"]}
-
 
 class Deferred(TyperCommand):
     """A command whose module is imported when it is called, or asked for its help."""
@@ -31,11 +29,9 @@ class Deferred(TyperCommand):
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         if below := _below(str(self.name)):
-            given = {"epilog": _end(self._entry), "context_settings": HELP}
-            one.callback(invoke_without_command=True, **given)(_body(self._entry))
+            one.callback(invoke_without_command=True, epilog=_end(self._entry))(_body(self._entry))
         for word, entry in (below or {str(self.name): self._entry}).items():
-            given = {"epilog": _end(entry), "context_settings": HELP}
-            one.command(word, short_help=entry.summary, **given)(_body(entry))
+            one.command(word, short_help=entry.summary, epilog=_end(entry))(_body(entry))
         return typer.main.get_command(one)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -67,7 +63,6 @@ def _group(name: str) -> TyperGroup:
         commands={word: Deferred(word, entry) for word, entry in _below(name).items()},
         no_args_is_help=True,
         rich_markup_mode=None,
-        context_settings=HELP,
     )
 
 
@@ -151,7 +146,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings=HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Compress KV caches, and measure what that costs in quality and saves in memory.",
     epilog="\b\nTo begin with:\n  kvpact size qwen3-8b\n  kvpact COMMAND --help",
 )

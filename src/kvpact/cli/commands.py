@@ -128,23 +128,19 @@ COMMANDS = {
 }
 """By the words that call them; a group stands before its commands."""
 
-_MODELS_STAY = (
-    "models stay as they are, and caches are compressed while they run: kvpact chat MODEL --spec "
-    "SPEC, or kvpact.CompressedCache(model) in Python"
+_UNCHANGED = (
+    "models stay as they are, caches are packed while they run: kvpact chat MODEL --spec SPEC"
 )
 ELSEWHERE = {
+    **dict.fromkeys(("compress", "convert", "quantize"), _UNCHANGED),
     "bench": "kvpact eval SPEC measures quality and bytes, kvpact generate bytes and speed",
     "compare": "kvpact eval SPEC SPEC compares caches",
-    "compress": _MODELS_STAY,
-    "convert": _MODELS_STAY,
     "env": "kvpact doctor shows what is installed, and what runs on this machine",
     "info": "kvpact methods NAME explains a method, kvpact doctor shows this machine",
     "list": "kvpact methods lists methods, kvpact size --list models, kvpact recipes recipes",
     "models": "kvpact size --list lists models whose sizes are known",
     "plot": "kvpact eval SPEC --out FOLDER draws one",
-    "quantize": _MODELS_STAY,
     "run": "kvpact chat MODEL talks to a model, kvpact generate PROMPT continues a text",
-    "serve": "kvpact runs inside a server: vLLM, SGLang, LMCache (docs/serving.md), and llama.cpp "
-    "(kvpact llama-cpp)",
+    "serve": "vLLM, SGLang, LMCache (docs/serving.md), llama.cpp (kvpact llama-cpp) serve with it",
 }
 """Words that are looked for as commands, and which commands do that."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions
+from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
@@ -51,11 +51,6 @@ def _console(**given: Any) -> Console:
     return Console(**given, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
-def count_text(tokens: int) -> str:
-    """Return a number of tokens in words."""
-    return f"{tokens:,} token" + "s" * (tokens != 1)
-
-
 def printable(text: object) -> str:
     """Return text from elsewhere as safe to print: what shows no character is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
@@ -73,12 +68,6 @@ def note(message: str) -> None:
     )
 
 
-def narrow(columns: int) -> bool:
-    """Return whether stdout is a terminal of fewer columns; a pipe is as wide as its lines."""
-    console = output_console()
-    return console.is_terminal and console.width < columns
-
-
 def print_table(
     columns: Iterable[str | Text],
     rows: Iterable[Iterable[str | Text]],
@@ -89,45 +78,13 @@ def print_table(
 ) -> None:
     """Print a table whose first `left` columns are text and the others numbers.
 
-    Where there is no terminal, each row is a line, however long. A terminal that is too narrow for
-    it sees no `spare` columns, the first of them missing first, and is told which; where it is too
-    narrow for the numbers alone, lines go on at the next one's begin.
+    Where there is no terminal, each row is a line, however long. A terminal that is too narrow
+    sees less of the `spare` columns, from the first on, and is told so; where it is too narrow for
+    the numbers alone, lines go on at the next one's begin.
     """
-    names, cells = list(columns), [list(row) for row in rows]
-    console, left_out = output_console(), list[str]()
-    grid = _grid(names, cells, title, left)
-    wide = console.options.update(max_width=sys.maxsize)
-    for name in spare:
-        if not console.is_terminal or _width(console, wide, grid) <= console.width:
-            break
-        kept = [index for index, column in enumerate(names) if column != name]
-        left_out.append(name)
-        names = [names[index] for index in kept]
-        cells = [[row[index] for index in kept] for row in cells]
-        grid = _grid(names, cells, title, left)
-    if console.is_terminal:
-        numbers = copy(grid)
-        numbers.columns = [column for column in grid.columns if column.no_wrap]
-        text = len(grid.columns) - len(numbers.columns)
-        least = _width(console, wide, numbers) + text * (_TEXT + 2)
-    else:
-        least = _width(console, wide, grid)
-    console.width = max(least, console.width)
-    console.print(grid, markup=False)
-    if left_out:
-        titles = ", ".join(name.replace("-\n", "").replace("\n", " ") for name in left_out)
-        explain(f"A wider terminal, or a pipe, has more columns: {titles}.")
-
-
-def _width(console: Console, options: ConsoleOptions, grid: Table) -> int:
-    return Measurement.get(console, options, grid).maximum
-
-
-def _grid(names: list[Any], rows: list[list[Any]], title: str, left: int) -> Table:
-    """Return a table whose first `left` columns are text, which gives way, and others numbers."""
     style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD}
     grid = Table(title=title or None, pad_edge=False, collapse_padding=True, **style)
-    for index, column in enumerate(names):
+    for index, column in enumerate(columns):
         if index < left:
             # Numbers are never cut: on a narrow terminal the text gives way, but not wholly.
             grid.add_column(column, overflow="fold", min_width=0 if index else _TEXT)
@@ -135,7 +92,23 @@ def _grid(names: list[Any], rows: list[list[Any]], title: str, left: int) -> Tab
             grid.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
-    return grid
+    console, left_out = output_console(), []
+    wide = console.options.update(max_width=sys.maxsize)
+    for name in spare if console.is_terminal else ():
+        if Measurement.get(console, wide, grid).maximum > console.width:
+            grid.columns = [column for column in grid.columns if column.header != name]
+            left_out.append(name.replace("-\n", "").replace("\n", " "))
+    if console.is_terminal:
+        numbers = copy(grid)
+        numbers.columns = [column for column in grid.columns if column.no_wrap]
+        text = len(grid.columns) - len(numbers.columns)
+        least = Measurement.get(console, wide, numbers).maximum + text * (_TEXT + 2)
+    else:
+        least = Measurement.get(console, wide, grid).maximum
+    console.width = max(least, console.width)
+    console.print(grid, markup=False)
+    if left_out:
+        explain(f"A wider terminal has more columns: {', '.join(left_out)}.")
 
 
 def print_pairs(head: tuple[str, object], rows: Iterable[tuple[str, object]]) -> None:

@@ -80,7 +80,11 @@ def generate(
     max_new_tokens: int = options.NEW_TOKENS,
     prompt_tokens: int | None = options.PROMPT_TOKENS,
     temperature: float = options.TEMPERATURE,
-    top_p: float | None = options.TOP_P,
+    top_p: float | None = options.optional(
+        min=0.0,
+        max=1.0,
+        help="Nucleus sampling with this probability; at temperature 1 without --temperature.",
+    ),
     seed: int = options.SAMPLING_SEED,
     chunk: int | None = options.optional(
         min=1, help="Tokens per prefill chunk; the whole prompt if omitted."

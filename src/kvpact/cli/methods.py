@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import explain, narrow, output_console, print_document, print_table
+from kvpact.cli.console import explain, output_console, print_document, print_table
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -34,18 +34,12 @@ def methods(
 
 
 def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
-    # A narrow terminal has room for what can't be left out; the rest is in `kvpact methods NAME`.
-    short = narrow(110)
-    columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
     rows = []
     for one in found["methods"]:
         choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
-        both = [(f"{x['k']:.4g}", f"{x['v']:.4g}") for x in reversed(one["slot_bits"])]
-        bits = [k if k == v else f"{k}/{v}" for k, v in both]
-        more = bits[:1] if short else [one["paper"] or "-", *bits]
-        rows.append((one["name"], one["summary"], choices, *more))
-    shown = (*columns[:3], "bits,\nD=128") if short else columns
-    print_table(shown, rows, left=3 if short else 4)
+        k, v = (f"{one['slot_bits'][-1][side]:.4g}" for side in "kv")
+        rows.append((one["name"], one["summary"], choices, k if k == v else f"{k}/{v}"))
+    print_table(("method", "what it is", "options and defaults", "bits,\nD=128"), rows, left=3)
     explain(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
         "differ; exact sinks and window come on top. K and V by unlike methods: int:bits=8/kivi. "

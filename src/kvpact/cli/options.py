@@ -54,9 +54,6 @@ MODELS = typer.Option(
 MODEL_ARGUMENT = typer.Argument(
     ..., metavar="MODEL", help=WHICH_MODEL, autocompletion=complete_model
 )
-CHAT_MODEL = typer.Argument(
-    "smollm2", metavar="MODEL", help=WHICH_MODEL, autocompletion=complete_model
-)
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
 THREADS = optional("CPU threads; torch's default if omitted.")
 SPEC = typer.Option(DEFAULT_SPEC, help="Spec or recipe of the cache.", autocompletion=complete_spec)
@@ -89,11 +86,6 @@ FILE = optional(
 )
 PROMPT_TOKENS = optional("Use the last tokens of --file and prompt alone, so many.", min=1)
 TEMPERATURE = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy.")
-TOP_P = optional(
-    min=0.0,
-    max=1.0,
-    help="Nucleus sampling with this probability; at temperature 1 without --temperature.",
-)
 SAMPLING_SEED = typer.Option(0, help="Seed for sampling.")
 NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
 PASSWORD = optional(envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.")

@@ -65,7 +65,11 @@ def size(
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
     if listed:
-        _show_names(as_json)
+        found = [{"name": name, "hub": x["hub"]} for name, x in model_table()["models"].items()]
+        if as_json:
+            print_document("size", models=found)
+        else:
+            print_table(("model", "id on the hub"), map(dict.values, found), left=2)
         return
     if not 1 <= batch <= MAX_SIZE:
         raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
@@ -99,22 +103,13 @@ def size(
         given = {"context": max(lengths), "batch": batch, "dtype": dtype}
         schedule = schedule_data(schedule_of(shape or words[0], budget, specs[0], **given))  # type: ignore[arg-type]
     more = {"batch": batch, "dtype": dtype, "k_eq_v": k_eq_v, "sliding": sliding}
-    found = sizes.size(shape or words[0], specs, lengths, **more)  # type: ignore[arg-type]
+    data = asdict(sizes.size(shape or words[0], specs, lengths, **more))  # type: ignore[arg-type]
     if as_json:
-        print_document("size", **asdict(found), schedule=schedule)
+        print_document("size", **data, schedule=schedule)
     elif schedule is not None:
         show_schedule(schedule)
     else:
-        show(asdict(found))
-
-
-def _show_names(as_json: bool) -> None:
-    """Print the models that are known without a network, and their ids on the hub."""
-    found = [{"name": name, "hub": x["hub"]} for name, x in model_table()["models"].items()]
-    if as_json:
-        print_document("size", models=found)
-    else:
-        print_table(("model", "id on the hub"), map(dict.values, found), left=2)
+        show(data)
 
 
 def show(data: dict[str, Any]) -> None:

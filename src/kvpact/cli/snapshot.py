@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import inputs, options
-from kvpact.cli.console import (
-    count_text,
-    note,
-    print_document,
-    print_pairs,
-    printable,
-    progress,
-    size_text,
-)
+from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
 from kvpact.cli.generate import TextStream
 from kvpact.errors import KVPactError, SnapshotError
 from kvpact.spec import Spec
@@ -145,7 +137,7 @@ def verify(
             raise type(error)(told if str(path) in told else f"{path}: {told}") from error
         good.append({"file": str(path), "tokens": held.tokens, "bytes": held.nbytes})
         if not as_json:
-            tokens = count_text(held.tokens)
+            tokens = f"{held.tokens} token" + "s" * (held.tokens != 1)
             typer.echo(f"{printable(path)}: good, {tokens}, {size_text(held.nbytes)}")
     if as_json:
         print_document("snapshot verify", good=good)
@@ -202,7 +194,7 @@ def restore(
     elif ids.shape[1] == held.tokens:
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
     inputs.check_positions(network, ids.shape[1], max_new_tokens, "lower --max-new-tokens")
-    note(f"{count_text(held.tokens)} restored")
+    note(f"tokens restored: {held.tokens}")
     stream = TextStream(tokenizer, as_json)
     inputs.continued(network, ids, cache, max_new_tokens, streamer=stream)
     if as_json:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import repeat
 from math import nan
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,7 @@ from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
 from kvpact.integrations.models import opened
-from kvpact.integrations.packed_windows import with_packed_windows
-from kvpact.integrations.sizes import layers_of, planned
+from kvpact.integrations.sizes import size
 from kvpact.integrations.weights import input_device
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
@@ -116,9 +114,14 @@ def evaluate(
                 steps.done(entries[i].label)
             del exact
 
-    shares = _shares(model, entries, len(token_ids)) if make_cache is None else repeat(nan)
     measured = zip(entries, specs, caches, scores, seconds, strict=True)
-    rows = [_row(*one, reference, share) for one, share in zip(measured, shares, strict=False)]
+    rows = [_row(*one, reference) for one in measured]
+    if make_cache is None:
+        count = len(token_ids)
+        rows = [
+            row if entry.budget else replace(row, share=_share(model.config, entry, count))
+            for row, entry in zip(rows, entries, strict=True)
+        ]
     return EvalResult(
         rows,
         EvalProtocol(
@@ -186,7 +189,6 @@ def _row(
     scores: MetricAccumulator,
     seconds: float,
     reference: Any,
-    share: float,
 ) -> EvalRow:
     stats = cache.stats()
     measured: dict[str, Any] = scores.summary()
@@ -207,29 +209,21 @@ def _row(
         **coverage(reference, cache, specs),
         fitted=any(learns(spec) for spec in specs),
         exact_new=entry.exact_new is not False,
-        share=share,
     )
 
 
-def _shares(model: PreTrainedModel, entries: Sequence[Candidate], tokens: int) -> list[float]:
-    """Return the share of an exact 16-bit cache that each candidate takes, counted beforehand.
+def _share(config: Any, entry: Candidate, tokens: int) -> float:
+    """Return the share of an exact 16-bit cache that a cache takes, counted; NaN if not known.
 
-    What is measured has exact tokens in the dtype of the model at hand. NaN where the model's
-    shapes are not known without weights, or a budget decides.
+    What is measured has exact tokens in the dtype of the model at hand, and room for new ones.
     """
+    layers = config.get_text_config(decoder=True).num_hidden_layers
     try:
-        layers = layers_of(model.config, "float16")
-    except KVPactError:
-        return [nan] * len(entries)
-    shares = []
-    for entry in entries:
-        held = layers
-        if (sliding := entry.sliding_spec()) is not None:
-            held = replace(layers, shapes=with_packed_windows(layers.shapes, sliding))
-        found = planned(entry.spec_for_cache(len(layers.shapes)), held, tokens, 1)
-        used = found["total"] - found["unused"]  # room for the next tokens is no part of them
-        shares.append(nan if entry.budget else used / found["exact"])
-    return shares
+        given = {"dtype": "float16", "sliding": entry.sliding_spec()}
+        (row,) = size(config, entry.spec_for_cache(layers), tokens, **given).rows
+    except KVPactError:  # its shapes can't be found without weights
+        return nan
+    return (row.total - row.unused) / row.exact
 
 
 def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int]:
