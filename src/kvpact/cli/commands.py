@@ -128,18 +128,13 @@ COMMANDS = {
 }
 """By the words that call them; a group stands before its commands."""
 
-_UNCHANGED = (
-    "models stay as they are, caches are packed while they run: kvpact chat MODEL --spec SPEC"
-)
+_UNCHANGED = "models stay as they are, their caches are packed: kvpact chat MODEL --spec SPEC"
+_COMPARED = "kvpact eval SPEC SPEC compares quality and bytes, with --out FOLDER as a plot, too"
 ELSEWHERE = {
     **dict.fromkeys(("compress", "convert", "quantize"), _UNCHANGED),
-    "bench": "kvpact eval SPEC measures quality and bytes, kvpact generate bytes and speed",
-    "compare": "kvpact eval SPEC SPEC compares caches",
-    "env": "kvpact doctor shows what is installed, and what runs on this machine",
-    "info": "kvpact methods NAME explains a method, kvpact doctor shows this machine",
-    "list": "kvpact methods lists methods, kvpact size --list models, kvpact recipes recipes",
-    "models": "kvpact size --list lists models whose sizes are known",
-    "plot": "kvpact eval SPEC --out FOLDER draws one",
+    **dict.fromkeys(("bench", "compare", "plot"), _COMPARED),
+    **dict.fromkeys(("env", "info"), "kvpact doctor shows this machine, kvpact methods a method"),
+    **dict.fromkeys(("list", "models"), "kvpact size --list lists models, kvpact methods methods"),
     "run": "kvpact chat MODEL talks to a model, kvpact generate PROMPT continues a text",
     "serve": "vLLM, SGLang, LMCache (docs/serving.md), llama.cpp (kvpact llama-cpp) serve with it",
 }

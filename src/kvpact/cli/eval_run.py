@@ -33,6 +33,7 @@ from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.files import write_growth
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.growth import TITLES
+from kvpact.evaluate.result import PROBES
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.text import LEAST_SCORED, kl_text
 from kvpact.methods.cautions import KEY_NORM, cautions
@@ -62,6 +63,7 @@ class RunPlan:
     calibration: Path | None = None
     tables: bool = True
     verbose: bool = False
+    force: bool = False
 
 
 def run(
@@ -70,7 +72,8 @@ def run(
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     results = []
-    with inputs.results_folder(plan.out):
+    names = ("eval*", "summary*", *(f"{probe}*" for probe in PROBES))
+    with inputs.results_folder(plan.out, plan.force, *names):
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)
@@ -234,7 +237,7 @@ def run_growth(
     for budget in budgets:
         inputs.candidate_of("none", budget=budget)
     results = []
-    with inputs.results_folder(plan.out):
+    with inputs.results_folder(plan.out, plan.force, "growth*"):
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)

@@ -68,12 +68,20 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def results_folder(path: Path | None) -> Iterator[None]:
-    """Make a folder for results and plots before the work starts; if that fails, remove it."""
+def results_folder(path: Path | None, force: bool, *names: str) -> Iterator[None]:
+    """Make a folder for results and plots before the work starts; if that fails, remove it.
+
+    Files of these `names` (patterns) are replaced where the folder has results of kvpact.
+    """
     if path is None:
         yield
         return
     require("matplotlib", extra="eval")
+    own = any('"kvpact"' in x.read_text("utf-8", "replace") for x in path.glob("*.json"))
+    if not (own or force) and (there := [x for name in names for x in path.glob(name)]):
+        raise InputError(
+            f"{there[0]} is there and was not written by kvpact: give another --out, or --force"
+        )
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         try:
@@ -141,7 +149,6 @@ def candidate_of(spec: str, sliding: str | None = None, budget: str | None = Non
 
 def check_models(names: list[str]) -> None:
     """Raise for the first model that is not there, before another one has run for minutes."""
-    require("transformers", extra="transformers")
     from kvpact.integrations.models import check_model
 
     for name in names:

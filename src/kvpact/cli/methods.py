@@ -57,17 +57,19 @@ def _show_one(name: str, found: dict[str, Any]) -> None:
     for one in found["methods"]:
         prefix = "" if one["side"] == "both" else f"{one['side'].upper()}: "
         console.rule(f"{prefix}{one['name']}", align="left")
-        console.print(one["text"], markup=False, highlight=False)
+        console.print(one["use"], markup=False, highlight=False)
         rows = []
         for x in one["options"]:
             value = "" if x["value"] == x["default"] else option_text(x["value"])
             rows.append((x["name"], x["type"], option_text(x["default"]), value, x["meaning"]))
         print_table(("option", "type", "default", "in this spec", "meaning"), rows, left=5)
     for line in found["cautions"]:
-        console.print(f"caution: {line}", highlight=False, markup=False)
-    console.print("packed slots, bits per value:", highlight=False)
-    for x in found["slot_bits"]:
-        console.print(f"  D={x['width']}: K {x['k']:.4g}, V {x['v']:.4g}", highlight=False)
+        console.print(f"when not: {line}", highlight=False, markup=False)
+    bits = (f"K {x['k']:.4g}, V {x['v']:.4g} at width {x['width']}" for x in found["slot_bits"])
+    console.print(f"bits per value, packed: {'; '.join(bits)}", highlight=False)
+    console.print("what is lost on a model: kvpact eval " + found["spec"], highlight=False)
+    for one in found["methods"]:
+        console.print(f"\nHow {one['name']} works: {one['text']}", markup=False, highlight=False)
 
 
 def all_methods() -> dict[str, list[dict[str, Any]]]:
@@ -142,7 +144,8 @@ def _side(method: Any) -> dict[str, Any]:
         values = {"default": option.default, "value": getattr(method, option.name)}
         options.append({"name": option.name, "type": kind, **values, "meaning": meaning})
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")
-    return {"name": cls.name, "text": text, "options": options}
+    use = inspect.cleandoc(cls.__doc__ or "").partition("\n\nParameters\n---")[0]
+    return {"name": cls.name, "use": use, "text": text, "options": options}
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:

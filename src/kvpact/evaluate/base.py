@@ -144,8 +144,8 @@ class EvalRow:
         Whether tokens of one chunk attended to one another exactly, which is less than decoding
         loses where there is no window.
     share : float
-        Bytes of all layers over those of the exact cache, both in a model of 16 bits, as
-        `kvpact.size` counts them. NaN where that is not known.
+        Bytes of all layers over those of the exact cache, both with exact numbers in 16 bits,
+        whatever the model's dtype; room for new tokens is left out.
     """
 
     spec: str

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from math import nan
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +18,11 @@ import torch
 from torch import Tensor
 
 from kvpact.data import book_path
-from kvpact.errors import KVPactError
 from kvpact.evaluate import feed
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
 from kvpact.integrations.models import opened
-from kvpact.integrations.sizes import size
 from kvpact.integrations.weights import input_device
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
@@ -115,13 +111,7 @@ def evaluate(
             del exact
 
     measured = zip(entries, specs, caches, scores, seconds, strict=True)
-    rows = [_row(*one, reference) for one in measured]
-    if make_cache is None:
-        count = len(token_ids)
-        rows = [
-            row if entry.budget else replace(row, share=_share(model.config, entry, count))
-            for row, entry in zip(rows, entries, strict=True)
-        ]
+    rows = [_row(*one, reference, model.dtype.itemsize / 2) for one in measured]
     return EvalResult(
         rows,
         EvalProtocol(
@@ -189,8 +179,14 @@ def _row(
     scores: MetricAccumulator,
     seconds: float,
     reference: Any,
+    wider: float,
 ) -> EvalRow:
-    stats = cache.stats()
+    """Return the row of a cache; `wider`: bytes of an exact number over those of 16 bits."""
+    stats, sizes = cache.stats(), coverage(reference, cache, specs)
+    parts, native = stats["bytes"], sizes["native_bytes"]
+    kept = max(sizes["exact_bytes"] - sizes["covered_bytes"] - native, 0)  # by the method none
+    exact = parts["sinks"] + parts["window"] + kept
+    narrow = (parts["total"] - parts["unused"] - exact) * wider + exact + native
     measured: dict[str, Any] = scores.summary()
     del measured["reference_perplexity"]
     sides = [side for spec in specs for side in (spec.key, spec.value)]
@@ -206,24 +202,11 @@ def _row(
         packed_only=entry.packed_only,
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
-        **coverage(reference, cache, specs),
+        **sizes,
         fitted=any(learns(spec) for spec in specs),
         exact_new=entry.exact_new is not False,
+        share=narrow / sizes["exact_bytes"],
     )
-
-
-def _share(config: Any, entry: Candidate, tokens: int) -> float:
-    """Return the share of an exact 16-bit cache that a cache takes, counted; NaN if not known.
-
-    What is measured has exact tokens in the dtype of the model at hand, and room for new ones.
-    """
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    try:
-        given = {"dtype": "float16", "sliding": entry.sliding_spec()}
-        (row,) = size(config, entry.spec_for_cache(layers), tokens, **given).rows
-    except KVPactError:  # its shapes can't be found without weights
-        return nan
-    return (row.total - row.unused) / row.exact
 
 
 def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int]:
