@@ -38,15 +38,13 @@ def chat(
 
     candidate = inputs.candidate_of(spec, budget=budget)
     network, tokenizer = inputs.open_model(model, dtype, threads)
-    inputs.check_template(tokenizer, "kvpact generate continues a text")
     cache = compressed_cache(network, candidate)
     ends, sampling = network.generation_config.eos_token_id, sampling_of(temperature, None, seed)
     ids: Any = None
     turns: list[dict[str, Any]] = []
     for line in _lines():
         ids = _asked(tokenizer, line, ids)
-        remedy = "start a new chat or lower --max-new-tokens"
-        inputs.check_positions(network, ids.shape[1], max_new_tokens, remedy)
+        inputs.check_positions(network, ids.shape[1], max_new_tokens, "start a new chat")
         stream = TextStream(tokenizer, as_json)
         ids = inputs.continued(network, ids, cache, max_new_tokens, streamer=stream, **sampling)
         ended = int(ids[0, -1]) in (ends if isinstance(ends, list) else [ends])
@@ -84,6 +82,7 @@ def _asked(tokenizer: Any, line: str, ids: Tensor | None) -> Tensor:
     words = (("user", "Hello"), ("assistant", ANSWER), ("user", line))
     said = [{"role": role, "content": text} for role, text in words]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    rest = text.partition(ANSWER)[2]
-    more = tokenizer(rest, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    more = tokenizer(text.partition(ANSWER)[2], return_tensors="pt", add_special_tokens=False)[
+        "input_ids"
+    ]
     return torch.cat([ids.cpu(), more], dim=1)

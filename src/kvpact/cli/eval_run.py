@@ -72,8 +72,8 @@ def run(
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     results = []
-    names = ("eval*", "summary*", *(f"{probe}*" for probe in PROBES))
-    with inputs.results_folder(plan.out, plan.force, *names):
+    written = ("eval*", "summary*", *(f"{probe}*" for probe in PROBES))
+    with inputs.results_folder(plan.out, plan.force, *written):
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvpact.calibration import Calibration
     from kvpact.evaluate import Candidate
 
-BOOK = "@book"
-
 
 class InputError(KVPactError, ValueError):
     """A command was given something it can't use."""
@@ -34,7 +32,7 @@ class InputError(KVPactError, ValueError):
 
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file, of stdin for ``-``, or the shipped book for ``@book``."""
-    if str(path) == BOOK:
+    if str(path) == "@book":
         return book_path().read_text("utf-8")
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
@@ -69,9 +67,9 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 @contextmanager
 def results_folder(path: Path | None, force: bool, *names: str) -> Iterator[None]:
-    """Make a folder for results and plots before the work starts; if that fails, remove it.
+    """Make a folder for results, unless it has files of others by these names (patterns).
 
-    Files of these `names` (patterns) are replaced where the folder has results of kvpact.
+    It is made before the work starts; if that fails, it is removed.
     """
     if path is None:
         yield
@@ -188,10 +186,7 @@ def load_calibration(path: Path | None, network: Any) -> Calibration | None:
 
 
 def check_positions(model: Any, tokens: int, new: int, remedy: str) -> None:
-    """Raise `InputError` unless there are tokens, and the model has positions for them all.
-
-    `remedy`: what to do, by the options of the command.
-    """
+    """Raise `InputError` with a `remedy` unless there are tokens, and positions for them all."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if tokens == 0 or (limit is not None and tokens + new > limit):
         more = f" and {new} new ones" if new else ""
@@ -219,8 +214,9 @@ def prompted(
     if most is not None:
         text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][-most:])
     ids = encode(tokenizer, text, chat=chat)
-    lower = ", or lower --max-new-tokens" if new else ""
-    remedy = f"--prompt-tokens N takes the last N of them{lower}"
+    remedy = "--prompt-tokens N takes the last N of them" + ", or lower --max-new-tokens" * bool(
+        new
+    )
     check_positions(network, ids.shape[1], new, remedy)
     known = load_calibration(calibration, network)
     cache = compressed_cache(network, replace(candidate, calibration=known))
@@ -240,16 +236,11 @@ def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: An
     return tokens
 
 
-def check_template(tokenizer: Any, remedy: str) -> None:
-    """Raise `InputError` where a tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise InputError(f"this model's tokenizer has no chat template; {remedy}")
-
-
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
     """Return the token ids ``[1, T]`` of a text."""
+    if chat and not tokenizer.chat_template:
+        raise InputError("no chat template; `kvpact generate` without --chat continues a text")
     if chat:
-        check_template(tokenizer, "leave --chat out")
         message = [{"role": "user", "content": text}]
         options = {"return_tensors": "pt", "return_dict": True}
         inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)

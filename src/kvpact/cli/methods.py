@@ -11,6 +11,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import explain, output_console, print_document, print_table
+from kvpact.data import method_advice
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -51,25 +52,31 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _show_one(name: str, found: dict[str, Any]) -> None:
-    console = output_console()
+    def say(text: str) -> None:
+        output_console().print(text, markup=False, highlight=False)
+
     if found["alias_of"] is not None:
-        console.print(f"{name} stands for {found['alias_of']}", highlight=False)
+        say(f"{name} stands for {found['alias_of']}")
     for one in found["methods"]:
         prefix = "" if one["side"] == "both" else f"{one['side'].upper()}: "
-        console.rule(f"{prefix}{one['name']}", align="left")
-        console.print(one["use"], markup=False, highlight=False)
+        output_console().rule(f"{prefix}{one['name']}", align="left")
+        say(f"{one['summary']} {one['use']}".strip())
+        for line in one["avoid"]:
+            say(f"when not: {line}")
+    bits = (f"K {x['k']:.4g}, V {x['v']:.4g} at width {x['width']}" for x in found["slot_bits"])
+    say(f"bits per value, packed: {'; '.join(bits)}")
+    say(f"what it loses: kvpact eval {found['spec']}")
+    for line in found["cautions"]:
+        say(f"caution: {line}")
+    for one in found["methods"]:
         rows = []
         for x in one["options"]:
-            value = "" if x["value"] == x["default"] else option_text(x["value"])
-            rows.append((x["name"], x["type"], option_text(x["default"]), value, x["meaning"]))
-        print_table(("option", "type", "default", "in this spec", "meaning"), rows, left=5)
-    for line in found["cautions"]:
-        console.print(f"when not: {line}", highlight=False, markup=False)
-    bits = (f"K {x['k']:.4g}, V {x['v']:.4g} at width {x['width']}" for x in found["slot_bits"])
-    console.print(f"bits per value, packed: {'; '.join(bits)}", highlight=False)
-    console.print("what is lost on a model: kvpact eval " + found["spec"], highlight=False)
+            value, default = option_text(x["value"]), option_text(x["default"])
+            value += "" if value == default else f", not {default}"
+            rows.append((x["name"], value, x["type"], x["meaning"]))
+        print_table((f"{one['name']} has", "now", "type", "meaning"), rows, left=4)
     for one in found["methods"]:
-        console.print(f"\nHow {one['name']} works: {one['text']}", markup=False, highlight=False)
+        say(f"How {one['name']} works\n\n{one['text']}\n")
 
 
 def all_methods() -> dict[str, list[dict[str, Any]]]:
@@ -144,8 +151,9 @@ def _side(method: Any) -> dict[str, Any]:
         values = {"default": option.default, "value": getattr(method, option.name)}
         options.append({"name": option.name, "type": kind, **values, "meaning": meaning})
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")
-    use = inspect.cleandoc(cls.__doc__ or "").partition("\n\nParameters\n---")[0]
-    return {"name": cls.name, "use": use, "text": text, "options": options}
+    advice = {"use": "", "avoid": [], **method_advice().get(cls.name, {})}
+    summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+    return {"name": cls.name, "summary": summary, **advice, "text": text, "options": options}
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:

@@ -14,13 +14,11 @@ VERDICTS = (("very close", 0.0005), ("close", 0.002), ("visible", 0.02))
   other ways, and tasks that hang on single tokens lose.
 - ``broken``: the model is another one.
 
-Up to `ROUNDING` a cache is ``exact``, and fewer than `LEAST_SCORED` scored tokens give no verdict.
+Up to `ROUNDING`, the arithmetic's own, it is ``exact``; below `LEAST_SCORED` tokens there is none.
 They are conventions, read off teacher-forced runs of small models. A KL is a mean over tokens of
 one text; ``kvpact eval --tasks all`` tells whether a task of yours is hurt.
 """
-ROUNDING = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
-LEAST_SCORED = 500
-NO_VERDICT = "no verdict"
+ROUNDING, LEAST_SCORED = 1e-9, 500
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -42,5 +40,5 @@ def verdict_of(kl: float, scored: int = LEAST_SCORED) -> str:
     if kl <= ROUNDING:
         return "exact"
     if scored < LEAST_SCORED:
-        return NO_VERDICT
+        return "no verdict"
     return next((name for name, most in VERDICTS if kl <= most), "broken")

@@ -56,10 +56,10 @@ def check_budget(model: Any, text: str, context: int) -> None:
     except KVPactError:
         return
     if budget_bytes(text, least.exact) < least.total:
+        share = f"{100 * least.total / least.exact:.1f}% of {size_text(least.exact)}"
         raise RecommendationError(
-            f"budget {text} is too small at {context:,} tokens: {least.spec} takes the least, "
-            f"{size_text(least.total)} ({100 * least.total / least.exact:.1f}% of "
-            f"{size_text(least.exact)}); give more, or a share such as 25%"
+            f"budget {text} is too small at {context:,} tokens: the smallest recipe takes "
+            f"{size_text(least.total)}, {share}; give more, or a share such as 25%"
         )
 
 
