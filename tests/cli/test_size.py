@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,6 +309,8 @@ SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
 @pytest.mark.parametrize(("args", "words"), [
     ((), "no model is named"),
     (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
+    (("nope.json",), "there is no file 'nope.json'"),
+    (("llama-3-8b",), "known without a network: llama-3.1-8b, "),
     (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
     (("bogus", *SHAPE), "bogus"),
     (("none", *SHAPE, "--head-dim", 0), "head_dim"),
@@ -328,5 +331,12 @@ def test_what_has_no_size_is_told(args, words, tmp_path):
 def test_a_hub_that_is_away_is_told(monkeypatch):
     import huggingface_hub.constants
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = []
+    config = SimpleNamespace(from_pretrained=lambda name, **x: asked.append(x) or 1 / 0)
+    monkeypatch.setattr(transformers, "AutoConfig", config)
+    assert "nobody/nothing" in bad("size", "nobody/nothing")
+    assert asked == [{"local_files_only": True}]  # which does not try for half a minute
+    monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "can't load the config of 'nobody/nothing'" in bad("size", "nobody/nothing")

@@ -50,7 +50,7 @@ COMMANDS = {
     "generate": CommandEntry(
         "Generate text on a compressed cache; prints memory and speed.",
         "generate:generate",
-        ('kvpact generate "And the moral is" --file book.txt --max-new-tokens 64',),
+        ('kvpact generate "And the moral is" --file @book --prompt-tokens 2000',),
     ),
     "chat": CommandEntry(
         "Chat with a model on one compressed cache; prints its bytes after each answer.",
