@@ -72,7 +72,9 @@ def test_a_prompt_is_cut_to_its_last_tokens(model_folder):
     args = ("generate", "and then", "--model", model_folder, "--max-new-tokens", 4)
     told = good(*args, "--file", "@book", "--prompt-tokens", 20)
     assert re.search(r"prompt tokens +20 ", told)
-    assert "1024 positions; --prompt-tokens N takes the last" in bad(*args, "--file", "@book")
+    assert "1024 positions; take the last ones alone, by --prompt-tokens" in bad(
+        *args, "--file", "@book"
+    )
     assert "lower --tokens or --new-tokens" in bad(
         "demo", "--model", model_folder, "--tokens", 2000
     )

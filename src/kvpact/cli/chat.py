@@ -72,8 +72,7 @@ def _lines() -> Iterator[str]:
 def _asked(tokenizer: Any, line: str, ids: Tensor | None) -> Tensor:
     """Return the ids ``[1, T]`` of a chat so far and of a line in the template.
 
-    The cache holds the tokens that were generated, whatever the template makes of earlier answers:
-    of a made-up chat, what follows the answer is appended.
+    The tokens that the cache holds stay as they are: what follows a made-up answer is appended.
     """
     import torch
 
@@ -82,7 +81,5 @@ def _asked(tokenizer: Any, line: str, ids: Tensor | None) -> Tensor:
     words = (("user", "Hello"), ("assistant", ANSWER), ("user", line))
     said = [{"role": role, "content": text} for role, text in words]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    more = tokenizer(text.partition(ANSWER)[2], return_tensors="pt", add_special_tokens=False)[
-        "input_ids"
-    ]
-    return torch.cat([ids.cpu(), more], dim=1)
+    more = tokenizer(text.partition(ANSWER)[2], add_special_tokens=False)["input_ids"]
+    return torch.cat([ids.cpu(), torch.tensor([more])], dim=1)

@@ -97,7 +97,9 @@ def print_table(
     for name in spare if console.is_terminal else ():
         if Measurement.get(console, wide, grid).maximum > console.width:
             grid.columns = [column for column in grid.columns if column.header != name]
-            left_out.append(name.replace("-\n", "").replace("\n", " "))
+            for index, kept in enumerate(grid.columns):
+                kept._index = index  # by which rich pads
+            left_out.append(name.replace("-\n", "").replace("/\n", "/").replace("\n", " "))
     if console.is_terminal:
         numbers = copy(grid)
         numbers.columns = [column for column in grid.columns if column.no_wrap]

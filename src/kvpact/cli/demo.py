@@ -44,16 +44,9 @@ def demo(
     check_positions(network, prompt.shape[1], new_tokens, "lower --tokens or --new-tokens")
     made = continuations(network, prompt, new_tokens)
     if as_json:
-        found = [
-            {
-                "cache": x.cache,
-                "text": tokenizer.decode(x.tokens),
-                "bytes": x.bytes,
-                "process_bytes": x.process,
-            }
-            for x in made
-        ]
-        print_document("demo", continuations=found)
+        names = ("cache", "text", "bytes", "process_bytes")
+        told = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
+        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in told])
         return
     from kvpact.integrations.transformers.versions import CACHE
 

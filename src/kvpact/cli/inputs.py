@@ -214,9 +214,7 @@ def prompted(
     if most is not None:
         text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][-most:])
     ids = encode(tokenizer, text, chat=chat)
-    remedy = "--prompt-tokens N takes the last N of them" + ", or lower --max-new-tokens" * bool(
-        new
-    )
+    remedy = "take the last ones alone, by --prompt-tokens" + ", or fewer new ones" * bool(new)
     check_positions(network, ids.shape[1], new, remedy)
     known = load_calibration(calibration, network)
     cache = compressed_cache(network, replace(candidate, calibration=known))

@@ -153,17 +153,18 @@ def _show_parts(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         sizes = (size_text(_parts(row)[name]) for name in held)
         lines.append((name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row)))
-    print_table(("spec", *columns), lines)
+    print_table(("spec", *columns), lines, spare=("bits/\nvalue", "sinks,\nwindow"))
 
 
 def _show_growth(rows: list[dict[str, Any]], lengths: list[int]) -> None:
-    columns = (f"{tokens_text(n)}\ntokens" for n in lengths)
+    columns = [f"{tokens_text(n)}\ntokens" for n in lengths]
     lines = []
     for spec in dict.fromkeys(row["spec"] for row in rows):
         of = {row["tokens"]: row for row in rows if row["spec"] == spec}
         sizes = (size_text(of[n]["total"]) for n in lengths)
         lines.append((name_of(spec), *sizes, *_shares(of[max(lengths)])))
-    print_table(("spec", *columns, "bits/\nvalue", "of 16\nbits"), lines)
+    spare = ("bits/\nvalue", *columns[:-1])
+    print_table(("spec", *columns, "bits/\nvalue", "of 16\nbits"), lines, spare=spare)
 
 
 def _shares(row: dict[str, Any]) -> tuple[str, str]:

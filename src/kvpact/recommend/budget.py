@@ -44,17 +44,14 @@ def budget_bytes(text: str, exact: int) -> int:
 
 
 def check_budget(model: Any, text: str, context: int) -> None:
-    """Raise `RecommendationError` where a budget is misspelt, or less than the smallest recipe's.
-
-    `model`: whatever `kvpact.size` takes; what it can't tell the shapes of is not checked here.
-    """
+    """Raise `RecommendationError` where a budget is misspelt, or known to be too small."""
     if is_spec(text):
         return
     budget_bytes(text, 0)
     try:
         (least,) = size(model, SMALLEST, context).rows
     except KVPactError:
-        return
+        return  # its shapes are seen when it runs
     if budget_bytes(text, least.exact) < least.total:
         share = f"{100 * least.total / least.exact:.1f}% of {size_text(least.exact)}"
         raise RecommendationError(
