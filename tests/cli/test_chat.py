@@ -46,7 +46,7 @@ def test_turns_go_on_from_what_the_cache_holds(folder):
     streamed = invoke(*args, input=said)
     assert streamed.stdout == f"{first['text']}\n{second['text']}\n"
     (line, _) = (x for x in streamed.stderr.splitlines() if x.startswith("["))
-    assert line.startswith("[14 tokens, cut by --max-new-tokens: ") and "in float32]" in line
+    assert line.startswith("[14 tokens, cut by --max-new-tokens: ") and "in float32" in line
 
 
 def test_the_end_of_an_answer_is_the_templates(folder):

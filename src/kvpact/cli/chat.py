@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -49,13 +50,15 @@ def chat(
         ids = inputs.continued(network, ids, cache, max_new_tokens, streamer=stream, **sampling)
         ended = int(ids[0, -1]) in (ends if isinstance(ends, list) else [ends])
         ids = ids[:, :-1] if ended else ids  # the template writes it, and the last is not cached
-        held, exact = cache.memory_usage(), exact_size(cache.stats(), network.dtype)
+        held, stats = cache.memory_usage(), cache.stats()
+        exact = exact_size(stats, network.dtype)
         sizes = {"tokens": ids.shape[1], "bytes": held, "exact_bytes": exact}
         turns.append({"prompt": line, "text": stream.text(), **sizes})
         note(
             f"[{ids.shape[1]:,} tokens{'' if ended else ', cut by --max-new-tokens'}: "
             f"{size_text(held)}, {100 * held / exact:.0f} % of an exact cache's "
-            f"{size_text(exact)} in {str(network.dtype)[6:]}]"
+            f"{size_text(exact)} in {str(network.dtype)[6:]}"
+            f"{', all still exact' if isnan(stats['slot_bits_per_value']) else ''}]"
         )
     if as_json:
         print_document("chat", spec=candidate.label, turns=turns)

@@ -24,6 +24,7 @@ from kvpact.spec import DEFAULT_SPEC
 
 CONTINUED = ("none", DEFAULT_SPEC, "trellis:bits=2")
 START = "CHAPTER 1\n"
+WIDE = 100  # columns in which three panels have room for their titles
 CUE = slice(520, 568)  # tokens of the book that are given once more, to go on from
 
 
@@ -57,8 +58,10 @@ def demo(
         f"{tokenizer.decode(ids[CUE])} …\n"
     )
     console.print(intro)
+    panels = [_panel(tokenizer, made[0], x) for x in made]
     grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_row(*(_panel(tokenizer, made[0], x) for x in made))
+    for row in [panels] if console.width >= WIDE else [[panel] for panel in panels]:
+        grid.add_row(*row)
     console.print(grid)
     say(f"\ncache = kvpact.CompressedCache(model); model.generate(**inputs, {CACHE}=cache)")
 

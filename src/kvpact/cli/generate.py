@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvpact.evaluate import Candidate
 
 
-TOO_SHORT = "nothing to save yet: sinks and a window stay exact; take a longer text"
+TOO_SHORT = "nothing to save yet: all still exact"
 
 
 @dataclass
@@ -183,7 +183,7 @@ def show(spec: str, figures: dict[str, Any], prefix: PromptPrefix) -> None:
     held, slots = parts["total"], figures["slot_bits_per_value"]
     ((dtype, exact),) = figures["exact_bytes"].items()
     share = f"  ({100 * held / exact:.0f} %)" if exact else ""
-    packed = f"{slots:.2f}" if slots == slots else "no token has left the window yet"
+    packed = f"{slots:.2f}" if slots == slots else "none yet"
     computed = figures["prompt_tokens"] - prefix.loaded
     rows = (
         ("prompt tokens", figures["prompt_tokens"]),
