@@ -335,8 +335,5 @@ def test_a_hub_that_is_away_is_told(monkeypatch):
     asked = []
     config = SimpleNamespace(from_pretrained=lambda name, **x: asked.append(x) or 1 / 0)
     monkeypatch.setattr(transformers, "AutoConfig", config)
-    assert "nobody/nothing" in bad("size", "nobody/nothing")
-    assert asked == [{"local_files_only": True}]  # which does not try for half a minute
-    monkeypatch.undo()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "can't load the config of 'nobody/nothing'" in bad("size", "nobody/nothing")
+    assert asked == [{"local_files_only": True}]  # which does not try for half a minute

@@ -295,7 +295,7 @@ def test_text_is_cut_to_the_tokens_asked_for(model):
 def row(spec, bits, kl, packed_only=False):
     return EvalRow(
         spec, bits, 1_500_000, 12.5, 0.4, kl, 8 * kl, 98.0, 1.5, bits, kl / 2, 20 * kl, 0.1, 4, 64,
-        packed_only, 30, 0,
+        packed_only, 30, 0, share=bits / 16,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     """
     figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
-    drawn = [row for row in rows if ROUNDING < row.kl_mean < math.inf]
+    drawn = [row for row in rows if ROUNDING < row.kl_mean < math.inf and row.share > 0]
     axes.set_yscale("log")
     log_ticks(axes.yaxis)
     axes.set_xlabel("bytes, % of an exact 16-bit cache (sinks and window included)", color=INK)
@@ -53,7 +53,7 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
         _points(axes, drawn)
     missing = [
         f"{row_name(row)} (KL {0 if row.kl_mean <= ROUNDING else row.kl_mean}, "
-        f"{_percent(row):.3g} %)"
+        f"{100 * row.share:.3g} %)"
         for row in rows
         if row not in drawn
     ]
@@ -63,20 +63,15 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.canvas.draw()
     if drawn:
-        named = [(_percent(row), row.kl_mean, row_name(row)) for row in drawn]
+        named = [(100 * row.share, row.kl_mean, row_name(row)) for row in drawn]
         place_labels(figure, axes, named)
     figure.savefig(path)
-
-
-def _percent(row: EvalRow) -> float:
-    """Return how much of an exact 16-bit cache a row takes; by its own bits where it is unknown."""
-    return 100 * (row.bits_per_value / 16 if math.isnan(row.share) else row.share)
 
 
 def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:
     """Begin with no bytes, leave room for labels, and draw the limits of verdicts that are near."""
     kl = [row.kl_mean for row in rows]
-    axes.set_xlim(0, 1.25 * max(map(_percent, rows)))
+    axes.set_xlim(0, 1.25 * max(100 * row.share for row in rows))
     low, high = min(kl) / 2, max(kl) * 2
     above = [most for _, most in VERDICTS if most >= max(kl)]
     axes.set_ylim(low, max(high, 1.3 * above[0]) if above else high)
@@ -100,7 +95,7 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
         colour = COLOURS[names.index(_family(row)) % len(COLOURS)]
         face = "white" if row.packed_only else colour
         style = {"ms": 8, "mew": 1.8, "mec": colour, "mfc": face, "zorder": 3}
-        axes.plot(_percent(row), row.kl_mean, "o", **style)
+        axes.plot(100 * row.share, row.kl_mean, "o", **style)
 
 
 def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
