@@ -85,4 +85,4 @@ def _asked(tokenizer: Any, line: str, ids: Tensor | None) -> Tensor:
     said = [{"role": role, "content": text} for role, text in words]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     more = tokenizer(text.partition(ANSWER)[2], add_special_tokens=False)["input_ids"]
-    return torch.cat([ids.cpu(), torch.tensor([more])], dim=1)
+    return torch.cat([ids, ids.new_tensor([more])], dim=1)

@@ -68,7 +68,7 @@ class EvalResult:
         return kl, f"{whole_share(row)} % of an exact 16-bit cache"
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw mean KL over bits per value into a PNG (see `save_plot`)."""
+        """Draw mean KL over bytes into a PNG (see `save_plot`)."""
         save_plot(self.rows, path, title=run_name(self.protocol))
 
     @property
