@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import tomllib
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvpact.cli.methods import meanings, option_text, slot_bits
+from kvpact.data import method_advice
 from kvpact.kernels.base import OPERATIONS
 from kvpact.kernels.plan import BACKENDS
 from kvpact.methods import Codec
@@ -23,7 +22,7 @@ from kvpact.spec import Spec, parse_spec
 from kvpact_pages import by_model
 from kvpact_pages.results import NARROW, code, table
 
-ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text("utf-8"))
+ADVICE = method_advice()
 WRITTEN = "<!-- Written by docs/generate.py: change the method's docstring or advice.toml. -->"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
 _DOES = {"attend": "attends to", "encode": "packs", "decode": "unpacks"}

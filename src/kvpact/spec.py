@@ -22,7 +22,7 @@ SPEC_VERSION = 1
 _ALWAYS_WRITTEN = ("bits",)
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_SHORT = re.compile(r"([a-z]*)[-_]?([1-9])[-_]?(?:bits?)?")
+_SHORT = re.compile(r"(?:bits=|([a-z]*)[-_]?)([1-9])[-_]?(?:bits?)?")
 _EXACT = re.compile(r"(b|bfloat|float|f|fp)(16|32)|exact|full|dynamic", re.IGNORECASE)
 
 RECIPE_PREFIX = "recipe:"
@@ -103,8 +103,8 @@ class Spec:
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
-    Short forms with one meaning are read as well: ``trellis:4``, ``int4``, and ``4bit`` for so many
-    bits of the default method. A `Spec` is returned as it is.
+    Short forms with one meaning are read as well: ``trellis:4``, ``int4``, and ``4bit`` or
+    ``bits=4`` for so many bits of the default method. A `Spec` is returned as it is.
 
     Raises
     ------
@@ -193,10 +193,10 @@ def free_options(text: str) -> set[str]:
 
 
 def _spelt_out(text: str) -> str:
-    """Return a side as it is spelt, where it begins with a short form: ``int4``, ``4bit``."""
+    """Return a side as it is spelt, where it begins with a short form: ``int4``, ``bits=4``."""
     name, colon, rest = text.partition(":")
     short = _SHORT.fullmatch(name.lower())
-    if short is None or name in (known := known_names()) or short[1] not in ("", *known):
+    if short is None or name in (known := known_names()) or short[1] not in (None, "", *known):
         return text
     method = short[1] or DEFAULT_SPEC.partition(":")[0]
     return f"{method}:bits={short[2]}" + (f",{rest}" if colon else "")

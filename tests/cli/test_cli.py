@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import good, invoke
+from commands import bad, good, invoke
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvpact
@@ -22,7 +22,7 @@ def test_generate_streams_text_and_prints_memory_and_speed(model_folder):
     out = good(*args, "--spec", "int:bits=8")
     text, _, grid = out.partition(" cache ")
     assert len(text.rstrip(" \n")) >= 1
-    for words in ("prompt tokens", "16", "new tokens", "12", "fp16", "float32", "tokens/s"):
+    for words in ("prompt tokens", "16", "new tokens", "12", "exact cache, float32", "tokens/s"):
         assert words in grid
     assert "nothing to save yet" in grid
     assert good(*args, "--spec", "int:bits=8").partition(" cache ")[0] == text
@@ -68,6 +68,19 @@ def test_streamed_characters_are_never_split(capsys):
     assert capsys.readouterr().out == "\n"
 
 
+def test_a_prompt_is_cut_to_its_last_tokens(model_folder):
+    args = ("generate", "and then", "--model", model_folder, "--max-new-tokens", 4)
+    told = good(*args, "--file", "@book", "--prompt-tokens", 20)
+    assert re.search(r"prompt tokens +20 ", told)
+    assert "1024 positions; take the last ones alone, by --prompt-tokens" in bad(
+        *args, "--file", "@book"
+    )
+    assert "lower --tokens or --new-tokens" in bad(
+        "demo", "--model", model_folder, "--tokens", 2000
+    )
+    assert "'Qwen/Qwen3-8B'" in bad("generate", "a", "--model", "qwen3-8b")
+
+
 # --- methods, doctor -------------------------------------------------------------------
 
 
@@ -88,6 +101,10 @@ def test_methods_lists_all_and_explains_one():
     for name in kvpact.list_methods():
         assert f" {name} " in out
     details = good("methods", "turboquant:bits=3")
+    places = [
+        details.index(x) for x in ("3 and 4 bits where", "when not:", "K 3.25", "meaning", "How")
+    ]
+    assert places == sorted(places)
     for words in ("arXiv:2504.19874", "center", "seed", "K 3.25, V 3.25", "sinks"):
         assert words in details
     assert "int:bits=8,sinks=0,window=0" in good("methods", "q8_0")

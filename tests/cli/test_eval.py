@@ -2,7 +2,7 @@
 
 import json
 
-from commands import good, invoke
+from commands import bad, good, invoke
 from PIL import Image
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,10 +22,21 @@ def test_eval_prints_a_table_and_writes_three_files(model_folder, tmp_path):
     assert rows[0]["kl_mean"] <= 1e-9 < rows[1]["kl_mean"] < rows[2]["kl_mean"]
     for words in ("int:bits=4", "perplex", "300 tokens of text.txt", "171 scored", "eval.png"):
         assert words in out
-    assert out.startswith(("fp8: ", "int:bits=4: ")) and "; write CompressedCache(model, " in out
+    assert out.startswith("fp8: no verdict, KL ") and "; write CompressedCache(model, " in out
     assert "first chunk left out" in (tmp_path / "out" / "eval.md").read_text("utf-8")
     with Image.open(tmp_path / "out" / "eval.png") as image:
         assert image.size == (1500, 960)
+    shares = [row["share"] for row in rows]
+    assert shares[0] == 1 and 1 > shares[1] > shares[2] > 0.28
+
+
+def test_results_replace_no_other_files(model_folder, tmp_path):
+    (tmp_path / "eval.md").write_text("mine", encoding="utf-8")
+    args = ("eval", "int:bits=4", "--tokens", 100, "--chunk", 40, "--model", model_folder)
+    assert "eval.md is there and was not written by kvpact" in bad(*args, "--out", tmp_path)
+    assert (tmp_path / "eval.md").read_text("utf-8") == "mine"
+    good(*args, "--out", tmp_path, "--force")
+    good(*args, "--out", tmp_path)
 
 
 def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_path):
@@ -54,7 +65,12 @@ def test_eval_of_two_texts_compares_and_summarises(model_folder, tmp_path):
         "--text", tmp_path / "second.txt", "--tokens", 200, "--chunk", 64,
         "--model", model_folder, "--against", "int:bits=3", "--out", tmp_path / "out",
     )  # fmt: skip
-    for words in ("on first.txt", "on second.txt", "paired, against int:bits=3", "all 2 runs"):
+    for words in (
+        "on first.txt",
+        "on second.txt",
+        "int:bits=4 against int:bits=3, on the same tokens: KL ",
+        "all 2 runs",
+    ):
         assert words in out
     rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
     assert [row["text"] for row in rows] == ["first.txt"] * 3 + ["second.txt"] * 3

@@ -1,6 +1,7 @@
 """What a person meets first: help with examples, the version, completion, and no wait for torch."""
 
 import ast
+import re
 import shlex
 import subprocess
 import sys
@@ -8,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands import good, invoke
+from commands import bad, good, invoke
 from typer.testing import CliRunner
 
 import kvpact.cli
 from kvpact.cli.app import Deferred, app
-from kvpact.cli.commands import COMMANDS
+from kvpact.cli.commands import COMMANDS, ELSEWHERE
 from kvpact.cli.options import complete_spec
 
 GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
@@ -37,6 +38,18 @@ def test_every_command_shows_examples_that_parse(name, tmp_path, monkeypatch):
             if word.endswith((".txt", ".kv")):
                 Path(word).touch()
         command.make_context(name, list(words), parent=parent)  # raises where it does not parse
+
+
+@pytest.mark.parametrize("name", ["", *GROUPS, "size", "llama-cpp check", "store ls"])
+def test_h_is_help(name):
+    assert good(*name.split(), "-h") == good(*name.split(), "--help") != ""
+
+
+@pytest.mark.parametrize("word", ELSEWHERE)
+def test_words_of_other_tools_name_the_command(word):
+    told = bad(word)
+    named = re.findall(r"kvpact ([a-z-]+)", told.partition("; see ")[0])
+    assert repr(word) in told and named and {*named} <= {*COMMANDS} and word not in COMMANDS
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -67,6 +67,10 @@ DOCUMENTS = {
         "seconds": {"first_token": float, "prefill": float, "decode": float},
         "prefix": ({"loaded_tokens": int, "saved_tokens": int}, NONE), "budget": (dict, NONE),
     },
+    "chat": {
+        "spec": str,
+        "turns": [{"prompt": str, "text": str, "tokens": int, "bytes": int, "exact_bytes": int}],
+    },
     "methods": {
         "methods": [{"name": str, "summary": str, "options": dict, "paper": (str, NONE),
                      "slot_bits": BITS}],
@@ -74,7 +78,8 @@ DOCUMENTS = {
     },
     "methods NAME": {
         "spec": str, "alias_of": (str, NONE), "cautions": [str], "slot_bits": BITS,
-        "methods": [{"side": str, "name": str, "text": str, "options": [
+        "methods": [{"side": str, "name": str, "summary": str, "use": str, "avoid": [str],
+                     "text": str, "options": [
             {"name": str, "type": str, "default": ANY, "value": ANY, "meaning": str}]}],
     },
     "doctor": {
@@ -156,6 +161,8 @@ def test_size(model_folder):
     assert found["model"] == model_folder and found["batch"] == 2 and len(found["unplanned"]) == 1
     found = document("size", "none", "--layers", 1, "--kv-heads", 1, "--head-dim", 8,
                      "--tokens", 32)  # fmt: skip
+    names = json.loads(passed("size", "--list", "--json").stdout)["models"]
+    assert {"name": "qwen3-8b", "hub": "Qwen/Qwen3-8B"} in names and len(names) > 40
     assert found["model"] is None and found["rows"][0]["bits_per_value"] == 16
 
 
@@ -198,6 +205,7 @@ def test_eval_recommend_and_demo(model_folder, book_text, tmp_path):
 
 
 def test_generate_snapshots_and_stores(model_folder, book_text, tmp_path):
+    assert document("chat", model_folder)["turns"] == []
     model = ("--model", model_folder)
     args = ("--file", book_text, *model, "--max-new-tokens", 4)
     assert document("generate", *args)["prefix"] is None

@@ -308,6 +308,8 @@ SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
 @pytest.mark.parametrize(("args", "words"), [
     ((), "no model is named"),
     (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
+    (("nope.json",), "there is no file 'nope.json'"),
+    (("llama-3-8b",), "known without a network: llama-3.1-8b, "),
     (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
     (("bogus", *SHAPE), "bogus"),
     (("none", *SHAPE, "--head-dim", 0), "head_dim"),
@@ -329,4 +331,8 @@ def test_a_hub_that_is_away_is_told(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = []
+    refuse = lambda name, **x: asked.append(x) or 1 / 0  # noqa: E731
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
     assert "can't load the config of 'nobody/nothing'" in bad("size", "nobody/nothing")
+    assert asked == [{"local_files_only": True}]  # which does not try for half a minute

@@ -47,7 +47,8 @@ def test_verify(saved, tmp_path):
     data[-1] ^= 1
     broken = tmp_path / "broken"
     broken.write_bytes(data)
-    assert "was changed" in bad("snapshot", "verify", saved, broken)
+    told = bad("snapshot", "verify", saved, broken)
+    assert f"{broken}: " in told and "was changed" in told
     broken.write_bytes(data[:-1])
     bad("snapshot", "verify", broken)
     assert "No such file" in bad("snapshot", "verify", tmp_path / "none")

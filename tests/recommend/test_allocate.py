@@ -74,6 +74,7 @@ def test_budgets_that_are_none(text):
 
 def test_verdicts():
     found = [verdict_of(kl) for kl in (0.0, 0.0005, 0.0006, 0.002, 0.02, 0.021, float("nan"))]
+    assert verdict_of(0.0001, scored=499) == "no verdict"
     assert found == [
-        "lossless", "lossless", "near-lossless", "near-lossless", "visible", "broken", "broken",
+        "exact", "very close", "close", "close", "visible", "broken", "broken",
     ]  # fmt: skip

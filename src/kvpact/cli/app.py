@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, CommandEntry
 from kvpact.errors import KVPactError
 
 
@@ -87,6 +87,12 @@ class Commands(TyperGroup):
             if " " not in name:
                 self.add_command(Deferred(name, entry) if entry.target else _group(name), name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; what others call by a word of their own is told by that word."""
+        if args[0] in ELSEWHERE and not ctx.resilient_parsing:
+            ctx.fail(f"there is no command {args[0]!r}: {ELSEWHERE[args[0]]}")
+        return super().resolve_command(ctx, args)
+
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command; see `typer.core.TyperGroup.main`."""
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -140,6 +146,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Compress KV caches, and measure what that costs in quality and saves in memory.",
     epilog="\b\nTo begin with:\n  kvpact size qwen3-8b\n  kvpact COMMAND --help",
 )

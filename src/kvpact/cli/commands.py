@@ -50,7 +50,12 @@ COMMANDS = {
     "generate": CommandEntry(
         "Generate text on a compressed cache; prints memory and speed.",
         "generate:generate",
-        ('kvpact generate "And the moral is" --file book.txt --max-new-tokens 64',),
+        ('kvpact generate "And the moral is" --file @book --prompt-tokens 2000',),
+    ),
+    "chat": CommandEntry(
+        "Chat with a model on one compressed cache; prints its bytes after each answer.",
+        "chat:chat",
+        ("kvpact chat smollm2", "kvpact chat path/to/model --spec trellis:bits=3"),
     ),
     "demo": CommandEntry(
         "Let a model recite a book out of the exact cache and two compressed ones, side by side.",
@@ -122,3 +127,15 @@ COMMANDS = {
     ),
 }
 """By the words that call them; a group stands before its commands."""
+
+_UNCHANGED = "models stay as they are, their caches are packed: kvpact chat MODEL --spec SPEC"
+_COMPARED = "kvpact eval SPEC SPEC compares quality and bytes, with --out FOLDER as a plot, too"
+ELSEWHERE = {
+    **dict.fromkeys(("compress", "convert", "quantize"), _UNCHANGED),
+    **dict.fromkeys(("bench", "compare", "plot"), _COMPARED),
+    **dict.fromkeys(("env", "info"), "kvpact doctor shows this machine, kvpact methods a method"),
+    **dict.fromkeys(("list", "models"), "kvpact size --list lists models, kvpact methods methods"),
+    "run": "kvpact chat MODEL talks to a model, kvpact generate PROMPT continues a text",
+    "serve": "vLLM, SGLang, LMCache (docs/serving.md), llama.cpp (kvpact llama-cpp) serve with it",
+}
+"""Words that are looked for as commands, and which commands do that."""

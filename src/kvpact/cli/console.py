@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -21,7 +22,6 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
@@ -37,13 +37,18 @@ PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squ
 
 def output_console() -> Console:
     """Return a console on stdout, for results."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console = _console()
+    return console if console.is_terminal else _console(width=max(console.width, PIPE_WIDTH))
 
 
 def error_console() -> Console:
     """Return a console on stderr, for progress, notes and errors."""
-    return Console(stderr=True)
+    return _console(stderr=True)
+
+
+def _console(**given: Any) -> Console:
+    """Return a console; with NO_COLOR no style leaves an escape sequence."""
+    return Console(**given, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
 def printable(text: object) -> str:
@@ -63,23 +68,19 @@ def note(message: str) -> None:
     )
 
 
-def narrow(columns: int) -> bool:
-    """Return whether stdout is a terminal of fewer columns; a pipe is as wide as its lines."""
-    console = output_console()
-    return console.is_terminal and console.width < columns
-
-
 def print_table(
     columns: Iterable[str | Text],
     rows: Iterable[Iterable[str | Text]],
     *,
     title: str = "",
     left: int = 1,
+    spare: Sequence[str] = (),
 ) -> None:
     """Print a table whose first `left` columns are text and the others numbers.
 
-    Where there is no terminal, each row is a line, however long. On a terminal that is too narrow
-    for the numbers alone, lines go on at the next one's begin: no column is left out.
+    Where there is no terminal, each row is a line, however long. A terminal that is too narrow
+    sees less of the `spare` columns, from the first on, and is told so; where it is too narrow for
+    the numbers alone, lines go on at the next one's begin.
     """
     style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD}
     grid = Table(title=title or None, pad_edge=False, collapse_padding=True, **style)
@@ -91,8 +92,14 @@ def print_table(
             grid.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
-    console = output_console()
+    console, left_out = output_console(), []
     wide = console.options.update(max_width=sys.maxsize)
+    for name in spare if console.is_terminal else ():
+        if Measurement.get(console, wide, grid).maximum > console.width:
+            grid.columns = [column for column in grid.columns if column.header != name]
+            for index, kept in enumerate(grid.columns):
+                kept._index = index  # by which rich pads
+            left_out.append(name.replace("-\n", "").replace("/\n", "/").replace("\n", " "))
     if console.is_terminal:
         numbers = copy(grid)
         numbers.columns = [column for column in grid.columns if column.no_wrap]
@@ -102,6 +109,8 @@ def print_table(
         least = Measurement.get(console, wide, grid).maximum
     console.width = max(least, console.width)
     console.print(grid, markup=False)
+    if left_out:
+        explain(f"A wider terminal has more columns: {', '.join(left_out)}.")
 
 
 def print_pairs(head: tuple[str, object], rows: Iterable[tuple[str, object]]) -> None:
@@ -154,16 +163,15 @@ def _by_the_minute(title: str) -> Callable[[float, float | None, str], None]:
 def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]:
     """Yield ``report(done, total or None, what)``: a passing bar; elsewhere a line a minute."""
     console = error_console()
-    if not console.is_terminal:
+    if not console.is_terminal or console.no_color:
         yield _by_the_minute(title)
         return
     columns = (
         TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),
         BarColumn(bar_width=20),
         TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("left"),
         TextColumn(
             "{task.description}",
             style="dim",

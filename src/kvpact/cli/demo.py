@@ -24,6 +24,7 @@ from kvpact.spec import DEFAULT_SPEC
 
 CONTINUED = ("none", DEFAULT_SPEC, "trellis:bits=2")
 START = "CHAPTER 1\n"
+WIDE = 100  # columns in which three panels have room for their titles
 CUE = slice(520, 568)  # tokens of the book that are given once more, to go on from
 
 
@@ -41,19 +42,12 @@ def demo(
     paragraphs = (" ".join(x.split()) for x in book.split("\n\n") if x.strip())
     ids = first_tokens(tokenizer, "\n\n".join(paragraphs), tokens)
     prompt = torch.cat([ids, first_tokens(tokenizer, "\n\n", 9), ids[CUE]])[None]
-    check_positions(network, prompt.shape[1], new_tokens)
+    check_positions(network, prompt.shape[1], new_tokens, "lower --tokens or --new-tokens")
     made = continuations(network, prompt, new_tokens)
     if as_json:
-        found = [
-            {
-                "cache": x.cache,
-                "text": tokenizer.decode(x.tokens),
-                "bytes": x.bytes,
-                "process_bytes": x.process,
-            }
-            for x in made
-        ]
-        print_document("demo", continuations=found)
+        names = ("cache", "text", "bytes", "process_bytes")
+        told = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
+        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in told])
         return
     from kvpact.integrations.transformers.versions import CACHE
 
@@ -64,8 +58,10 @@ def demo(
         f"{tokenizer.decode(ids[CUE])} …\n"
     )
     console.print(intro)
+    panels = [_panel(tokenizer, made[0], x) for x in made]
     grid = Table.grid(expand=True, padding=(0, 1))
-    grid.add_row(*(_panel(tokenizer, made[0], x) for x in made))
+    for row in [panels] if console.width >= WIDE else [[panel] for panel in panels]:
+        grid.add_row(*row)
     console.print(grid)
     say(f"\ncache = kvpact.CompressedCache(model); model.generate(**inputs, {CACHE}=cache)")
 

@@ -31,6 +31,7 @@ def evaluate_command(
     ),
     model: list[str] = options.MODELS,
     out: Path | None = options.optional("Folder for eval.json, eval.md and plots."),
+    force: bool = options.FORCE,
     against: str | None = options.optional(
         "Spec (or none) to compare the others with, token by token; the first if omitted."
     ),
@@ -122,6 +123,7 @@ def evaluate_command(
         calibration=calibration,
         tables=not as_json,
         verbose=verbose,
+        force=force,
     )
     growth: list[GrowthResult] = []
     results: list[EvalResult] = []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from kvpact.cli import inputs
-from kvpact.cli.console import explain, narrow, note, print_table, progress, say
+from kvpact.cli.console import explain, note, print_table, progress, say
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
@@ -32,8 +33,9 @@ from kvpact.evaluate.feed import check_sizes, positions
 from kvpact.evaluate.files import write_growth
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.growth import TITLES
+from kvpact.evaluate.result import PROBES
 from kvpact.evaluate.task_source import token_counter
-from kvpact.evaluate.text import kl_text, verdict_of
+from kvpact.evaluate.text import LEAST_SCORED, kl_text
 from kvpact.integrations.models import first_tokens
 from kvpact.methods.cautions import KEY_NORM, cautions
 from kvpact.spec import parse_spec
@@ -62,6 +64,7 @@ class RunPlan:
     calibration: Path | None = None
     tables: bool = True
     verbose: bool = False
+    force: bool = False
 
 
 def run(
@@ -70,7 +73,8 @@ def run(
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     results = []
-    with inputs.results_folder(plan.out):
+    written = ("eval*", "summary*", *(f"{probe}*" for probe in PROBES))
+    with inputs.results_folder(plan.out, plan.force, *written):
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)
@@ -176,12 +180,11 @@ def _cases(plan: RunPlan, tokenizer: Any, text: str) -> list[TaskCase]:
     return make_cases(text, count, tokens=plan.tokens, **chosen)
 
 
-MORE = ("MB", "KL\np99", "time\ns")  # for which a narrow terminal has no room
+SPARE = ("time\ns", "KL\np99", "MB\nhere", "change\n%", "perplex-\nity", "top-1\n%", "±")
+"""Columns that a narrow terminal has no room for: the first is left out first."""
 COLUMNS: dict[str, Callable[[EvalRow], str]] = {
-    "verdict": lambda row: verdict_of(row.kl_mean),
-    "bits/\nvalue": lambda row: f"{row.bits_per_value:.2f}",
-    "MB": lambda row: f"{row.bytes / 1e6:.2f}",
-    "of all\n%": whole_share,
+    "of 16\nbits %": whole_share,
+    "MB\nhere": lambda row: f"{row.bytes / 1e6:.2f}",
     "perplex-\nity": lambda row: f"{row.perplexity:.3f}",
     "change\n%": lambda row: f"{row.perplexity_change:+.2f}",
     "KL\nmean": lambda row: kl_text(row.kl_mean),
@@ -195,13 +198,20 @@ COLUMNS: dict[str, Callable[[EvalRow], str]] = {
 def show(result: EvalResult, against: str | None, *, heading: bool, verbose: bool) -> None:
     """Print the answer of an evaluation and its tables, and how it was measured."""
     say(result.answer)
-    shown = {name: text for name, text in COLUMNS.items() if not (narrow(100) and name in MORE)}
-    rows = ((row_name(row), *(text(row) for text in shown.values())) for row in result.rows)
-    print_table(("spec", *shown), rows, title=run_name(result.protocol) * heading)
-    if found := differences(result, against):
-        pairs = ((x.spec, *report.difference_cells(x)[:3]) for x in found)
-        title = f"paired, against {found[0].against}"
-        print_table(("spec", "KL less", "±", "ratio"), pairs, title=title)
+    rows = (
+        (row_name(row), result.verdict(row), *(text(row) for text in COLUMNS.values()))
+        for row in result.rows
+    )
+    title = run_name(result.protocol) * heading
+    print_table(("spec", "verdict", *COLUMNS), rows, title=title, spare=SPARE)
+    if (scored := result.protocol.scored) < LEAST_SCORED:
+        note(f"{scored} scored tokens tell no verdict; from {LEAST_SCORED} on there is one")
+    for x in differences(result, against):
+        more, times = "more" if x.kl_difference > 0 else "less", f", {x.kl_ratio:.3g} times as much"
+        say(
+            f"{x.spec} against {x.against}, on the same tokens: KL {kl_text(abs(x.kl_difference))} "
+            f"± {kl_text(x.kl_difference_se)} {more}{times if isfinite(x.kl_ratio) else ''}"
+        )
     if verbose:
         explain(report.protocol_text(result.protocol, result.rows))
     for probe in result.probes.values():
@@ -215,7 +225,8 @@ def show_summary(rows: list[SummaryRow]) -> None:
         return
     columns = (column.replace("`", "") for column in report.summary_columns(rows))
     lines = ((row.spec, *report.summary_cells(row)) for row in rows)
-    print_table(columns, lines, title=f"all {rows[0].runs} runs")
+    spare = ("±", "KL worst run", "worse", "better", "ratio")
+    print_table(columns, lines, title=f"all {rows[0].runs} runs", spare=spare)
     explain(report.PAIRED)
 
 
@@ -227,7 +238,7 @@ def run_growth(
     for budget in budgets:
         inputs.candidate_of("none", budget=budget)
     results = []
-    with inputs.results_folder(plan.out):
+    with inputs.results_folder(plan.out, plan.force, "growth*"):
         inputs.check_models(models)
         for name in models:
             network, tokenizer = inputs.open_model(name, dtype, threads)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvpact.calibration import Calibration
 
 
-TOO_SHORT = "nothing to save yet: sinks and a window stay exact; take a longer text"
+TOO_SHORT = "nothing to save yet: all still exact"
 
 
 @dataclass
@@ -54,6 +54,7 @@ class TextStream:
         if not self.quiet:
             self._print(self.text(), final=True)
             sys.stdout.write("\n")
+            sys.stdout.flush()
 
     def text(self) -> str:
         """Return the text so far."""
@@ -76,13 +77,14 @@ def generate(
     budget: str | None = options.BUDGET,
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
-    temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
+    prompt_tokens: int | None = options.PROMPT_TOKENS,
+    temperature: float = options.TEMPERATURE,
     top_p: float | None = options.optional(
         min=0.0,
         max=1.0,
         help="Nucleus sampling with this probability; at temperature 1 without --temperature.",
     ),
-    seed: int = typer.Option(0, help="Seed for sampling."),
+    seed: int = options.SAMPLING_SEED,
     chunk: int | None = options.optional(
         min=1, help="Tokens per prefill chunk; the whole prompt if omitted."
     ),
@@ -100,20 +102,16 @@ def generate(
     as_json: bool = options.JSON,
 ) -> None:
     """Generate text on a compressed cache; prints memory and speed."""
-    import torch
-
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
     if budget is not None and prefix_store is not None:
         raise InputError("--prefix-store can't go with --budget: leave one of them out")
     candidate, text = candidate_of(spec, sliding, budget), prompt_text(file, prompt, "continue")
     loaded = (model, dtype, threads)
-    given = prompted(candidate, text, loaded, calibration, chat=chat, new=max_new_tokens)
+    cut: dict[str, Any] = {"new": max_new_tokens, "most": prompt_tokens}
+    given = prompted(candidate, text, loaded, calibration, chat=chat, **cut)
     network, tokenizer, ids, cache, known = given
-    sampling: dict[str, Any] = {}
-    if temperature > 0 or top_p is not None:
-        torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
+    sampling = sampling_of(temperature, top_p, seed)
     stream, started = TextStream(tokenizer, as_json), time.perf_counter()
     with prefix_of(prefix_store, network, cache, tenant, password, storage, known) as prefix:
         prefix.load(ids, stands=cache.stands)
@@ -126,18 +124,31 @@ def generate(
         show(candidate.label, figures, prefix)
 
 
+def sampling_of(temperature: float, top_p: float | None, seed: int) -> dict[str, Any]:
+    """Return arguments of transformers' `generate`, none where decoding is greedy."""
+    import torch
+
+    if temperature == 0 and top_p is None:
+        return {}
+    torch.manual_seed(seed)
+    return {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
+
+
+def exact_size(stats: dict[str, Any], dtype: Any) -> int:
+    """Return the bytes of an exact cache that holds the same, in the model's dtype."""
+    return int(stats["values"] * dtype.itemsize + stats["own_bytes"])
+
+
 def figures_of(
     cache: Any, stream: TextStream, length: int, dtype: Any, prefix: PromptPrefix, started: float
 ) -> dict[str, Any]:
     """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
     stats = cache.stats()
-    own, values = stats["own_bytes"], stats["values"]
-    exact = {"float16": 2, str(dtype).removeprefix("torch."): dtype.itemsize}
     return {
         "prompt_tokens": length,
         "new_tokens": len(stream.tokens),
-        "bytes": {**stats["bytes"], "own": own, "total": cache.memory_usage()},
-        "exact_bytes": {name: values * width + own for name, width in exact.items()},
+        "bytes": {**stats["bytes"], "own": stats["own_bytes"], "total": cache.memory_usage()},
+        "exact_bytes": {str(dtype)[6:]: exact_size(stats, dtype)},
         "bits_per_value": stats["bits_per_value"],
         "slot_bits_per_value": stats["slot_bits_per_value"],
         "layers": stats["layers"],
@@ -155,24 +166,20 @@ def show(spec: str, figures: dict[str, Any], prefix: PromptPrefix) -> None:
     """Print the figures of a generation."""
     new, parts, seconds = figures["new_tokens"], figures["bytes"], figures["seconds"]
     held, slots = parts["total"], figures["slot_bits_per_value"]
-    exact = []
-    for name, size in figures["exact_bytes"].items():
-        short = "fp16" if name == "float16" else name
-        times = f" ({size / held:.2f} x)" if held else ""
-        exact.append((f"bytes of an exact cache, {short}", size_text(size) + times))
-    saves = held < max(figures["exact_bytes"].values())
-    packed = f"{slots:.2f}" if slots == slots else "no token has left the window yet"
+    ((dtype, exact),) = figures["exact_bytes"].items()
+    share = f"  ({100 * held / exact:.0f} %)" if exact else ""
+    packed = f"{slots:.2f}" if slots == slots else "none yet"
     computed = figures["prompt_tokens"] - prefix.loaded
     rows = (
         ("prompt tokens", figures["prompt_tokens"]),
         ("new tokens", new),
-        ("bytes held", size_text(held)),
+        ("bytes held", size_text(held) + share),
         ("  packed slots", size_text(parts["codes"] + parts["side"])),
         ("  exact sinks and window", size_text(parts["sinks"] + parts["window"])),
         ("  allocated, not yet used", size_text(parts["unused"])),
         *([("  windows and states", size_text(parts["own"]))] if parts["own"] else []),
-        *exact,
-        ("bits per value", f"{figures['bits_per_value']:.2f}" if saves else TOO_SHORT),
+        (f"bytes of an exact cache, {dtype}", size_text(exact)),
+        ("bits per value", f"{figures['bits_per_value']:.2f}" if held < exact else TOO_SHORT),
         ("bits per value, packed slots", packed),
         *_budget_rows(figures["budget"]),
         ("layers compressed / native", "{compressed} / {native}".format(**figures["layers"])),

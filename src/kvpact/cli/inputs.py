@@ -32,7 +32,9 @@ class InputError(KVPactError, ValueError):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, or of stdin for ``-``."""
+    """Return the text of a UTF-8 file, of stdin for ``-``, or the shipped book for ``@book``."""
+    if str(path) == "@book":
+        return book_path().read_text("utf-8")
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -65,12 +67,20 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def results_folder(path: Path | None) -> Iterator[None]:
-    """Make a folder for results and plots before the work starts; if that fails, remove it."""
+def results_folder(path: Path | None, force: bool, *names: str) -> Iterator[None]:
+    """Make a folder for results, unless it has files of others by these names (patterns).
+
+    It is made before the work starts; if that fails, it is removed.
+    """
     if path is None:
         yield
         return
     require("matplotlib", extra="eval")
+    own = any('"kvpact"' in x.read_text("utf-8", "replace") for x in path.glob("*.json"))
+    if not (own or force) and (there := [x for name in names for x in path.glob(name)]):
+        raise InputError(
+            f"{there[0]} is there and was not written by kvpact: give another --out, or --force"
+        )
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         try:
@@ -135,7 +145,6 @@ def candidate_of(spec: str, sliding: str | None = None, budget: str | None = Non
 
 def check_models(names: list[str]) -> None:
     """Raise for the first model that is not there, before another one has run for minutes."""
-    require("transformers", extra="transformers")
     from kvpact.integrations.models import check_model
 
     for name in names:
@@ -174,13 +183,13 @@ def load_calibration(path: Path | None, network: Any) -> Calibration | None:
     return found
 
 
-def check_positions(model: Any, tokens: int, new: int = 0) -> None:
-    """Raise `InputError` unless there are tokens, and the model has positions for them all."""
+def check_positions(model: Any, tokens: int, new: int, remedy: str) -> None:
+    """Raise `InputError` with a `remedy` unless there are tokens, and positions for them all."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if tokens == 0 or (limit is not None and tokens + new > limit):
         more = f" and {new} new ones" if new else ""
-        hint = "; shorten the prompt or lower --max-new-tokens" if new else ""
-        raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
+        what = f"{tokens} tokens{more}"
+        raise InputError(f"{what} do not fit the model's {limit} positions; {remedy}")
 
 
 def prompted(
@@ -191,16 +200,20 @@ def prompted(
     *,
     chat: bool = False,
     new: int = 0,
+    most: int | None = None,
 ) -> tuple[Any, Any, torch.Tensor, Any, Calibration | None]:
-    """Load a model (see `open_model`) that takes a text and `new` tokens after it.
+    """Load a model (see `open_model`) that takes a text, or its `most` last tokens, and `new` ones.
 
     Returns it, its tokenizer, the text's ids ``[1, T]``, an empty cache, and the `calibration`.
     """
     from kvpact.evaluate import compressed_cache
 
     network, tokenizer = open_model(*model)
+    if most is not None:
+        text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][-most:])
     ids = encode(tokenizer, text, chat=chat)
-    check_positions(network, ids.shape[1], new)
+    remedy = "take the last ones alone, by --prompt-tokens" + ", or fewer new ones" * bool(new)
+    check_positions(network, ids.shape[1], new, remedy)
     known = load_calibration(calibration, network)
     cache = compressed_cache(network, replace(candidate, calibration=known))
     return network, tokenizer, ids, cache, known
@@ -222,7 +235,7 @@ def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: An
 def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
     """Return the token ids ``[1, T]`` of a text."""
     if chat and not tokenizer.chat_template:
-        raise InputError("this model's tokenizer has no chat template; leave --chat out")
+        raise InputError("no chat template; `kvpact generate` without --chat continues a text")
     if chat:
         message = [{"role": "user", "content": text}]
         options = {"return_tensors": "pt", "return_dict": True}

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import explain, narrow, output_console, print_document, print_table
+from kvpact.cli.console import explain, output_console, print_document, print_table
+from kvpact.data import method_advice
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -34,18 +35,12 @@ def methods(
 
 
 def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
-    # A narrow terminal has room for what can't be left out; the rest is in `kvpact methods NAME`.
-    short = narrow(110)
-    columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
     rows = []
     for one in found["methods"]:
         choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
-        both = [(f"{x['k']:.4g}", f"{x['v']:.4g}") for x in reversed(one["slot_bits"])]
-        bits = [k if k == v else f"{k}/{v}" for k, v in both]
-        more = bits[:1] if short else [one["paper"] or "-", *bits]
-        rows.append((one["name"], one["summary"], choices, *more))
-    shown = (*columns[:3], "bits,\nD=128") if short else columns
-    print_table(shown, rows, left=3 if short else 4)
+        k, v = (f"{one['slot_bits'][-1][side]:.4g}" for side in "kv")
+        rows.append((one["name"], one["summary"], choices, k if k == v else f"{k}/{v}"))
+    print_table(("method", "what it is", "options and defaults", "bits,\nD=128"), rows, left=3)
     explain(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
         "differ; exact sinks and window come on top. K and V by unlike methods: int:bits=8/kivi. "
@@ -57,23 +52,31 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _show_one(name: str, found: dict[str, Any]) -> None:
-    console = output_console()
+    def say(text: str) -> None:
+        output_console().print(text, markup=False, highlight=False)
+
     if found["alias_of"] is not None:
-        console.print(f"{name} stands for {found['alias_of']}", highlight=False)
+        say(f"{name} stands for {found['alias_of']}")
     for one in found["methods"]:
         prefix = "" if one["side"] == "both" else f"{one['side'].upper()}: "
-        console.rule(f"{prefix}{one['name']}", align="left")
-        console.print(one["text"], markup=False, highlight=False)
+        output_console().rule(f"{prefix}{one['name']}", align="left")
+        say(f"{one['summary']} {one['use']}".strip())
+        for line in one["avoid"]:
+            say(f"when not: {line}")
+    bits = (f"K {x['k']:.4g}, V {x['v']:.4g} at width {x['width']}" for x in found["slot_bits"])
+    say(f"bits per value, packed: {'; '.join(bits)}")
+    say(f"what it loses: kvpact eval {found['spec']}")
+    for line in found["cautions"]:
+        say(f"caution: {line}")
+    for one in found["methods"]:
         rows = []
         for x in one["options"]:
-            value = "" if x["value"] == x["default"] else option_text(x["value"])
-            rows.append((x["name"], x["type"], option_text(x["default"]), value, x["meaning"]))
-        print_table(("option", "type", "default", "in this spec", "meaning"), rows, left=5)
-    for line in found["cautions"]:
-        console.print(f"caution: {line}", highlight=False, markup=False)
-    console.print("packed slots, bits per value:", highlight=False)
-    for x in found["slot_bits"]:
-        console.print(f"  D={x['width']}: K {x['k']:.4g}, V {x['v']:.4g}", highlight=False)
+            value, default = option_text(x["value"]), option_text(x["default"])
+            value += "" if value == default else f", not {default}"
+            rows.append((x["name"], value, x["type"], x["meaning"]))
+        print_table((f"{one['name']} has", "now", "type", "meaning"), rows, left=4)
+    for one in found["methods"]:
+        say(f"How {one['name']} works\n\n{one['text']}\n")
 
 
 def all_methods() -> dict[str, list[dict[str, Any]]]:
@@ -148,7 +151,9 @@ def _side(method: Any) -> dict[str, Any]:
         values = {"default": option.default, "value": getattr(method, option.name)}
         options.append({"name": option.name, "type": kind, **values, "meaning": meaning})
     text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")
-    return {"name": cls.name, "text": text, "options": options}
+    advice = {"use": "", "avoid": [], **method_advice().get(cls.name, {})}
+    summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+    return {"name": cls.name, "summary": summary, **advice, "text": text, "options": options}
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:

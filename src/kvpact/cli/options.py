@@ -77,10 +77,16 @@ CALIBRATION = optional(
 )
 TEXTS = typer.Option(
     [],
-    help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
+    help="UTF-8 text file; the shipped excerpt of a book (@book) if omitted. Several may be given.",
     show_default=False,
 )
-FILE = optional("UTF-8 text file (- for stdin), placed before the prompt.")
+FILE = optional(
+    "UTF-8 text file (- for stdin, @book for the shipped excerpt of a book), placed before the "
+    "prompt."
+)
+PROMPT_TOKENS = optional("Use the last tokens of --file and prompt alone, so many.", min=1)
+TEMPERATURE = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy.")
+SAMPLING_SEED = typer.Option(0, help="Seed for sampling.")
 NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
 PASSWORD = optional(envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.")
 VERBOSE = typer.Option(False, "--verbose", help="Print how it was measured, too.")

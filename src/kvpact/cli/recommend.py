@@ -30,7 +30,10 @@ def recommend_command(
     ),
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = options.optional(f"Tokens of text to use; {TOKENS} if omitted."),
-    out: Path | None = options.optional("Folder for recipe.toml, recommend.json and a plot."),
+    out: Path = typer.Option(
+        Path("recommended"), help="Folder for recipe.toml, recommend.json and a plot."
+    ),
+    force: bool = options.FORCE,
     verbose: bool = options.VERBOSE,
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
@@ -41,17 +44,16 @@ def recommend_command(
     Bytes are counted for one sequence of --context tokens.
     """
     from kvpact.evaluate.feed import check_sizes
-    from kvpact.recommend import budget_bytes, recommend, write_recommendation
-    from kvpact.recommend.budget import is_spec
-    from kvpact.recommend.files import RECIPE, recommendation_data
+    from kvpact.recommend import recommend, write_recommendation
+    from kvpact.recommend.budget import check_budget
+    from kvpact.recommend.files import LADDER, RECIPE, recommendation_data
 
     ((text_name, content),) = inputs.texts_of([] if text is None else [text])
     if tokens is None:
         tokens = QUICK_TOKENS if quick else TOKENS
     check_sizes(tokens, 256)
-    if not is_spec(budget):
-        budget_bytes(budget, 0)  # a misspelt one is reported before a model is loaded
-    with inputs.results_folder(out):
+    check_budget(model, budget, context)  # before weights are loaded
+    with inputs.results_folder(out, force, RECIPE, LADDER, "recommend.*"):
         inputs.check_models([model])
         network, tokenizer = inputs.open_model(model, dtype, threads)
         given: dict[str, Any] = {"budget": budget, "context": context, "tokens": tokens}
@@ -59,13 +61,13 @@ def recommend_command(
         with progress("measuring") as report:
             found = recommend(network, content, tokenizer=tokenizer, progress=report, **given)
         inputs.note_if_short(found.plan.tokens, tokens)
-        files = [] if out is None else write_recommendation(found, out)
+        files = write_recommendation(found, out)
     if as_json:
         data = recommendation_data(found)
         print_document("recommend", **data, files=[str(path) for path in files])
         return
     say(found.answer)
-    say(found.line(out and out / RECIPE))
+    say(found.line(out / RECIPE))
     show_files(files)
     say(f"\n{found.table}")
     if verbose:

@@ -13,6 +13,7 @@ from rich.text import Text
 from kvpact.cli import options
 from kvpact.cli.console import output_console, print_document, print_table, printable, size_text
 from kvpact.cli.inputs import InputError
+from kvpact.data import model_table
 from kvpact.errors import GeometryError
 from kvpact.geometry import MAX_SIZE, CacheGeometry
 from kvpact.integrations import sizes
@@ -55,6 +56,7 @@ def size(
         help="Show how a cache with this budget (200MB, or 25% of the 16-bit cache of the most "
         "--tokens) loses bits as it grows; SPEC is what it begins with, exact if omitted.",
     ),
+    listed: bool = typer.Option(False, "--list", help="List the models that are known by name."),
     as_json: bool = options.JSON,
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
@@ -62,6 +64,13 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
+    if listed:
+        found = [{"name": name, "hub": x["hub"]} for name, x in model_table()["models"].items()]
+        if as_json:
+            print_document("size", models=found)
+        else:
+            print_table(("model", "id on the hub"), map(dict.values, found), left=2)
+        return
     if not 1 <= batch <= MAX_SIZE:
         raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
     try:
@@ -94,13 +103,13 @@ def size(
         given = {"context": max(lengths), "batch": batch, "dtype": dtype}
         schedule = schedule_data(schedule_of(shape or words[0], budget, specs[0], **given))  # type: ignore[arg-type]
     more = {"batch": batch, "dtype": dtype, "k_eq_v": k_eq_v, "sliding": sliding}
-    found = sizes.size(shape or words[0], specs, lengths, **more)  # type: ignore[arg-type]
+    data = asdict(sizes.size(shape or words[0], specs, lengths, **more))  # type: ignore[arg-type]
     if as_json:
-        print_document("size", **asdict(found), schedule=schedule)
+        print_document("size", **data, schedule=schedule)
     elif schedule is not None:
         show_schedule(schedule)
     else:
-        show(asdict(found))
+        show(data)
 
 
 def show(data: dict[str, Any]) -> None:
@@ -144,17 +153,18 @@ def _show_parts(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         sizes = (size_text(_parts(row)[name]) for name in held)
         lines.append((name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row)))
-    print_table(("spec", *columns), lines)
+    print_table(("spec", *columns), lines, spare=("bits/\nvalue", "sinks,\nwindow"))
 
 
 def _show_growth(rows: list[dict[str, Any]], lengths: list[int]) -> None:
-    columns = (f"{tokens_text(n)}\ntokens" for n in lengths)
+    columns = [f"{tokens_text(n)}\ntokens" for n in lengths]
     lines = []
     for spec in dict.fromkeys(row["spec"] for row in rows):
         of = {row["tokens"]: row for row in rows if row["spec"] == spec}
         sizes = (size_text(of[n]["total"]) for n in lengths)
         lines.append((name_of(spec), *sizes, *_shares(of[max(lengths)])))
-    print_table(("spec", *columns, "bits/\nvalue", "of 16\nbits"), lines)
+    spare = ("bits/\nvalue", *columns[:-1])
+    print_table(("spec", *columns, "bits/\nvalue", "of 16\nbits"), lines, spare=spare)
 
 
 def _shares(row: dict[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import typer
 from kvpact.cli import inputs, options
 from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
 from kvpact.cli.generate import TextStream
-from kvpact.errors import SnapshotError
+from kvpact.errors import KVPactError, SnapshotError
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def save(
         help="File to write; an earlier snapshot is replaced, nothing else is.",
     ),
     force: bool = options.FORCE,
+    prompt_tokens: int | None = options.PROMPT_TOKENS,
     spec: str = options.SPEC,
     sliding: str | None = options.SLIDING,
     budget: str | None = options.BUDGET,
@@ -57,7 +58,9 @@ def save(
     candidate = inputs.candidate_of(spec, sliding, budget)
     inputs.check_output(out, "snapshot", Snapshot.open, force)
     text = inputs.prompt_text(file, prompt, "hold")
-    given = inputs.prompted(candidate, text, (model, dtype, threads), calibration)
+    given = inputs.prompted(
+        candidate, text, (model, dtype, threads), calibration, most=prompt_tokens
+    )
     network, _, ids, cache, known = given
     ids, length = ids.to(network.device), ids.shape[1]
     chunk = chunk or (CHUNK if budget is None else length)
@@ -125,12 +128,17 @@ def verify(
 
     good = []
     for path in paths:
-        held = Snapshot.open(path)
-        with progress(f"checking {path}") as report:
-            held.verify(lambda done, total: report(done, total, ""))
+        try:
+            held = Snapshot.open(path)
+            with progress(f"checking {path}") as report:
+                held.verify(lambda done, total: report(done, total, ""))
+        except KVPactError as error:  # which of several files it was
+            told = str(error)
+            raise type(error)(told if str(path) in told else f"{path}: {told}") from error
         good.append({"file": str(path), "tokens": held.tokens, "bytes": held.nbytes})
         if not as_json:
-            typer.echo(f"{printable(path)}: good, {held.tokens} tokens, {size_text(held.nbytes)}")
+            tokens = f"{held.tokens} token" + "s" * (held.tokens != 1)
+            typer.echo(f"{printable(path)}: good, {tokens}, {size_text(held.nbytes)}")
     if as_json:
         print_document("snapshot verify", good=good)
 
@@ -186,8 +194,8 @@ def restore(
         ids = torch.cat([ids, more.to(ids.dtype)], dim=1)
     elif ids.shape[1] == held.tokens:
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
-    inputs.check_positions(network, ids.shape[1], max_new_tokens)
-    note(f"{held.tokens} tokens restored")
+    inputs.check_positions(network, ids.shape[1], max_new_tokens, "lower --max-new-tokens")
+    note(f"tokens restored: {held.tokens}")
     stream = TextStream(tokenizer, as_json)
     inputs.continued(network, ids, cache, max_new_tokens, streamer=stream)
     if as_json:

@@ -1,12 +1,13 @@
 """Files that are shipped with the package."""
 
 import json
+import tomllib
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-__all__ = ["book_path", "model_table", "recipe_names", "recipe_path"]
+__all__ = ["book_path", "method_advice", "model_table", "recipe_names", "recipe_path"]
 
 
 def book_path() -> Traversable:
@@ -19,6 +20,12 @@ def model_table() -> dict[str, Any]:
     """Return models.json: ``models`` that people run, their ``sources``, ``slots`` by spec."""
     table: dict[str, Any] = json.loads((files(__name__) / "models.json").read_text("utf-8"))
     return table
+
+
+@cache
+def method_advice() -> dict[str, dict[str, Any]]:
+    """Return advice.toml: by method, what it is for (``use``), and when not (``avoid``)."""
+    return tomllib.loads((files(__name__) / "advice.toml").read_text("utf-8"))
 
 
 def recipe_names() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import nan
+from math import isnan, nan
 from pathlib import PurePath
 
 from kvpact.calibration import Calibration
@@ -143,6 +143,9 @@ class EvalRow:
     exact_new : bool
         Whether tokens of one chunk attended to one another exactly, which is less than decoding
         loses where there is no window.
+    share : float
+        Bytes of all layers over those of the exact cache, both with exact numbers in 16 bits,
+        whatever the model's dtype; room for new tokens is left out.
     """
 
     spec: str
@@ -169,6 +172,7 @@ class EvalRow:
     covered_bytes: int = 0
     native_bytes: int = 0
     exact_new: bool = True
+    share: float = nan
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,5 @@ def run_name(protocol: EvalProtocol) -> str:
 
 
 def whole_share(row: EvalRow) -> str:
-    """Return the bytes of all layers over those of the exact cache, in percent."""
-    if not row.exact_bytes:
-        return "-"
-    return f"{100 * (row.bytes + row.native_bytes) / row.exact_bytes:.1f}"
+    """Return the bytes of all layers over those of the exact cache in 16 bits, in percent."""
+    return "-" if isnan(row.share) else f"{100 * row.share:.1f}"

@@ -1,4 +1,4 @@
-"""The charts of a report: KL over bits per value, KL of all runs, and a panel for each probe."""
+"""The charts of a report: KL over bytes, KL of all runs, and a panel for each probe."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from kvpact.evaluate.canvas import (
 from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.growth import GrowthPanel
 from kvpact.evaluate.task_scores import TaskResult
+from kvpact.evaluate.text import ROUNDING, VERDICTS
 
 Probe = FreeRunningResult | TaskResult
 """A measurement besides the scores of the text: it has its tables, its sentence, its chart."""
 
-FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
-
 
 def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str = "") -> None:
-    """Draw mean KL (log scale) over bits per value, all bytes counted.
+    """Draw mean KL (log scale) over the share of an exact 16-bit cache's bytes, and verdicts.
 
     Parameters
     ----------
@@ -42,19 +41,19 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     """
     figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
-    drawn = [row for row in rows if FLOOR < row.kl_mean < math.inf]
+    drawn = [row for row in rows if ROUNDING < row.kl_mean < math.inf and row.share > 0]
     axes.set_yscale("log")
-    axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
+    log_ticks(axes.yaxis)
+    axes.set_xlabel("bytes, % of an exact 16-bit cache (sinks and window included)", color=INK)
     axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
     axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     plain_axes(axes)
     if drawn:
         _scale(axes, drawn)
         _points(axes, drawn)
     missing = [
-        f"{row_name(row)} (KL {0 if row.kl_mean <= FLOOR else row.kl_mean}, "
-        f"{row.bits_per_value:.3g} bits)"
+        f"{row_name(row)} (KL {0 if row.kl_mean <= ROUNDING else row.kl_mean}, "
+        f"{100 * row.share:.3g} %)"
         for row in rows
         if row not in drawn
     ]
@@ -64,19 +63,25 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.canvas.draw()
     if drawn:
-        named = [(row.bits_per_value, row.kl_mean, row_name(row)) for row in drawn]
+        named = [(100 * row.share, row.kl_mean, row_name(row)) for row in drawn]
         place_labels(figure, axes, named)
     figure.savefig(path)
 
 
 def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:
-    """Leave room on all sides for labels."""
-    bits = [row.bits_per_value for row in rows]
+    """Begin with no bytes, leave room for labels, and draw the limits of verdicts that are near."""
     kl = [row.kl_mean for row in rows]
-    span = max(max(bits) - min(bits), 1.0)
-    axes.set_xlim(min(bits) - 0.08 * span, max(bits) + 0.2 * span)
-    ratio = max(max(kl) / min(kl), 10.0) ** 0.1
-    axes.set_ylim(min(kl) / ratio, max(kl) * ratio)
+    axes.set_xlim(0, 1.25 * max(100 * row.share for row in rows))
+    low, high = min(kl) / 2, max(kl) * 2
+    above = [most for _, most in VERDICTS if most >= max(kl)]
+    axes.set_ylim(low, max(high, 1.3 * above[0]) if above else high)
+    low, high = axes.get_ylim()
+    for name, most in VERDICTS:
+        if low < most < high:
+            axes.axhline(most, color=MUTED, linewidth=1, linestyle="--", zorder=1)
+            below = {"xytext": (-3, -3), "textcoords": "offset points", "ha": "right", "va": "top"}
+            place = {"xycoords": axes.get_yaxis_transform(), **below}
+            axes.annotate(name, (1, most), color=MUTED, fontsize=9, **place)
 
 
 def _family(row: EvalRow) -> str:
@@ -90,7 +95,7 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
         colour = COLOURS[names.index(_family(row)) % len(COLOURS)]
         face = "white" if row.packed_only else colour
         style = {"ms": 8, "mew": 1.8, "mec": colour, "mfc": face, "zorder": 3}
-        axes.plot(row.bits_per_value, row.kl_mean, "o", **style)
+        axes.plot(100 * row.share, row.kl_mean, "o", **style)
 
 
 def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
@@ -105,7 +110,7 @@ def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
     series = []
     for run in runs:
         rows = {row_name(row): row for row in run.rows}
-        drawn = [(i, rows[name]) for i, name in enumerate(names) if rows[name].kl_mean > FLOOR]
+        drawn = [(i, rows[name]) for i, name in enumerate(names) if rows[name].kl_mean > ROUNDING]
         # On a log scale a bar can't reach zero.
         points = [
             (i, row.kl_mean, min(2 * row.kl_se, 0.9 * row.kl_mean), 2 * row.kl_se)

@@ -11,8 +11,8 @@ from kvpact.evaluate.text import kl_text, markdown
 READING = (
     "KL: nats per token, exact cache against this one, the smaller the better (perplexity is "
     "noisier); ± is the standard error over tokens, taken as independent. bits/value: all bytes "
-    "held, exact sinks and window included; slots: packed alone. of all %: the bytes of all "
-    "layers, compressed or not, over the exact cache's."
+    "held, exact sinks and window included; slots: packed alone. of 16 bits %: the bytes of all "
+    "layers, compressed or not, over the exact cache's, both counted for a model in 16 bits."
 )
 
 PAIRED = (
@@ -118,7 +118,7 @@ _COLUMNS: dict[str, Callable[[EvalRow], str]] = {
     "bits/value": lambda row: f"{row.bits_per_value:.3f}",
     "slots": lambda row: f"{row.slot_bits_per_value:.3f}",
     "MB": lambda row: f"{row.bytes / 1e6:.2f}",
-    "of all %": whole_share,
+    "of 16 bits %": whole_share,
     "perplexity": lambda row: f"{row.perplexity:.4f}",
     "change %": lambda row: f"{row.perplexity_change:+.3f}",
     "± %": lambda row: f"{row.perplexity_change_se:.3f}",

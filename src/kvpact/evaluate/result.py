@@ -10,7 +10,7 @@ from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.metrics import TokenScores
 from kvpact.evaluate.plot import Probe, save_plot
 from kvpact.evaluate.task_scores import TaskResult
-from kvpact.evaluate.text import VERDICTS, kl_text, verdict_of
+from kvpact.evaluate.text import kl_text, verdict_of
 from kvpact.files import aligned
 
 PROBES = ("free_running", "tasks")
@@ -42,29 +42,33 @@ class EvalResult:
     tasks: TaskResult | None = None
 
     def __repr__(self) -> str:
-        rows = ((row_name(x), verdict_of(x.kl_mean), x) for x in self.rows)
-        lines = ([name, f"{verdict:<13}", *self._figures(x)] for name, verdict, x in rows)
+        rows = ((row_name(x), self.verdict(x), x) for x in self.rows)
+        lines = ([name, f"{verdict:<10}", *self._figures(x)] for name, verdict, x in rows)
         return f"{self.answer}\n\n{aligned(list(lines))}"
 
     @property
     def answer(self) -> str:
-        """The smallest cache that is near-lossless or better, else that of the least KL."""
+        """The smallest cache that is close or better, else that of the least KL."""
         rows = [row for row in self.rows if row.spec != "none"] or self.rows
-        good = [row for row in rows if row.kl_mean <= dict(VERDICTS)["near-lossless"]]
+        good = [row for row in rows if self.verdict(row) in ("exact", "very close", "close")]
         least = min(rows, key=lambda row: row.kl_mean)
         row = min(good or [least], key=lambda row: row.bytes + row.native_bytes)
-        figures = ", ".join((verdict_of(row.kl_mean), *self._figures(row)))
+        figures = ", ".join((self.verdict(row), *self._figures(row)))
         spec, _, sliding = row.spec.partition(" sliding=")
         more = f", sliding={sliding!r}" if sliding else ""
         return f"{row_name(row)}: {figures}; write CompressedCache(model, {spec!r}{more})"
 
+    def verdict(self, row: EvalRow) -> str:
+        """Return the verdict on a row (see `VERDICTS`)."""
+        return verdict_of(row.kl_mean, self.protocol.scored)
+
     @staticmethod
     def _figures(row: EvalRow) -> tuple[str, str]:
         kl = f"KL {kl_text(row.kl_mean)} +- {kl_text(row.kl_se)}"
-        return kl, f"{whole_share(row)} % of the exact cache"
+        return kl, f"{whole_share(row)} % of an exact 16-bit cache"
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw mean KL over bits per value into a PNG (see `save_plot`)."""
+        """Draw mean KL over bytes into a PNG (see `save_plot`)."""
         save_plot(self.rows, path, title=run_name(self.protocol))
 
     @property

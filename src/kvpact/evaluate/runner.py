@@ -9,7 +9,7 @@ lockstep, so that the logits of two outputs at most exist at any time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -202,7 +202,7 @@ def _row(
     )
 
 
-def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int]:
+def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, Any]:
     """Count the bytes of the exact cache, and those of them that a compressed cache takes over.
 
     Sliding windows, chunked and linear attention hold a bounded state, which stays exact: there
@@ -213,13 +213,27 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int
     from kvpact.integrations.transformers.layers.full import CompressedLayer
 
     sizes = {"exact_bytes": 0, "covered_bytes": 0, "native_bytes": 0}
+    parts = {"unused": 0, "sinks": 0, "window": 0, **cache.stats()["bytes"]}
+    exacts, kept, own = list[Tensor](), list[Tensor](), 0.0
     for exact, held, spec in zip(reference.layers, cache.layers, specs, strict=True):
-        sizes["exact_bytes"] += sum(tensor.nbytes for tensor in tensors_of(exact))
+        exacts += tensors_of(exact)
         sizes["native_bytes"] += sum(tensor.nbytes for tensor in tensors_of(held))
+        own += _in_16_bits(tensors_of(held))
         if isinstance(held, CompressedLayer):
             sides = ((exact.keys, spec.key), (exact.values, spec.value))
             sizes["covered_bytes"] += sum(x.nbytes for x, method in sides if method.name != "none")
-    return sizes
+            kept += [x for x, method in sides if method.name == "none"]
+    sizes["exact_bytes"] = sum(tensor.nbytes for tensor in exacts)
+    wider = sizes["exact_bytes"] / _in_16_bits(exacts)
+    beside = parts["sinks"] + parts["window"]
+    packed = parts["total"] - parts["unused"] - beside - sum(x.nbytes for x in kept)
+    own += max(packed, 0) + beside / wider + _in_16_bits(kept)
+    return {**sizes, "share": own / _in_16_bits(exacts)}
+
+
+def _in_16_bits(tensors: Iterable[Tensor]) -> float:
+    """Return the bytes of tensors whose floating-point numbers have 16 bits."""
+    return sum(x.nbytes / (x.itemsize / 2 if x.is_floating_point() else 1) for x in tensors)
 
 
 def learns(spec: Spec) -> bool:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, KVPactError
 
 if TYPE_CHECKING:
@@ -202,7 +203,18 @@ class _ModelPlace(NamedTuple):
         local = path.is_dir()
         names = ", ".join(f'"{name}"' for name in PACKAGED)
         remedy = f"give {names}, the folder of a saved model, or an id that the hub knows"
-        return cls(str(path) if local else str(name_or_path), local, remedy)
+        return cls(str(path) if local else str(name_or_path), local or not _hub_answers(), remedy)
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub can be reached; transformers would try for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # whatever the client in use raises
+        return False
+    return True
 
 
 def check_model(name_or_path: Any) -> None:
@@ -218,6 +230,11 @@ def check_model(name_or_path: Any) -> None:
     elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise KVPactError(
             f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
+        )
+    elif not path.is_dir() and (known := model_table()["models"].get(name.lower())):
+        raise KVPactError(
+            f"{name!r} is a name that `kvpact size` alone knows; give its id on the hub, "
+            f"{known['hub']!r}"
         )
     elif not path.is_dir() and (near := get_close_matches(name.lower(), PACKAGED, n=1)):
         raise KVPactError(

@@ -272,18 +272,26 @@ def values_alone(layers: Layers) -> Layers:
 
 
 def _loaded(name: str) -> PreTrainedConfig:
-    if not Path(name).expanduser().exists() and _is_spec(name):
-        raise GeometryError(
-            f"{name!r} is a spec and no model; give a model first, such as 'qwen3-8b', or numbers: "
-            "layers, KV heads and the width of a head"
-        )
+    near = get_close_matches(Path(name).name.lower(), model_table()["models"], n=3)
+    known = f"; known without a network: {', '.join(near)}" if near else ""
+    if not Path(name).expanduser().exists():
+        if name.endswith((".json", ".toml")):
+            raise GeometryError(f"there is no file {name!r}; give a config.json or a model's name")
+        if _is_spec(name):
+            raise GeometryError(
+                f"{name!r} is a spec and no model; give a model first, such as 'qwen3-8b', or "
+                "numbers: layers, KV heads and the width of a head"
+            )
+        if "/" not in name:
+            raise GeometryError(
+                f"no model {name!r} is known{known}; `kvpact size --list` lists all, and a hub's "
+                "ids are owner/name"
+            )
     from kvpact.integrations.models import load_config
 
     try:
         return load_config(name)
     except KVPactError as error:
-        near = get_close_matches(Path(name).name.lower(), model_table()["models"], n=3)
-        known = f"; known without a network: {', '.join(near)}" if near else ""
         raise type(error)(f"{error}{known}") from error
 
 
@@ -291,7 +299,7 @@ def _is_spec(text: str) -> bool:
     try:
         parse_spec(text)
     except SpecError:
-        return text.endswith((".toml", ".json"))
+        return False
     return True
 
 

@@ -208,18 +208,13 @@ class Recommendation:
 
     @property
     def answer(self) -> str:
-        """The verdict, the measured KL, the calls of tools, and the bytes at the context."""
+        """The verdict, the measured KL, arguments of tool calls where lost, and the bytes."""
         size, exact = size_text(self.bytes), self.plan.sizes.exact
-        tools = f"tool calls not measured ({self.tools})"
-        if (kept := self.kept) is not None:
-            tools = (
-                f"{kept.correct:.0f} % of the arguments of tool calls right (exact cache: "
-                f"{kept.exact_correct:.0f} %)"
-            )
+        lost = ", it copies fewer ids and numbers into tool calls than the exact cache" * self.lost
         return (
-            f"{self.verdict}: KL {kl_text(self.row.kl_mean)}, {tools}, {size} of "
-            f"{size_text(exact)} at {self.plan.sizes.context:,} tokens "
-            f"({100 * self.bytes / exact:.1f} % of an exact cache)"
+            f"{self.verdict}: KL {kl_text(self.row.kl_mean)}{lost}, {size} of {size_text(exact)} "
+            f"at {self.plan.sizes.context:,} tokens ({100 * self.bytes / exact:.1f} % of an exact "
+            "16-bit cache)"
         )
 
     def line(self, recipe: PathLike[str] | None = None) -> str:
@@ -301,14 +296,16 @@ class Recommendation:
         return None if isinstance(self.tools, str) else self.tools.rows()[-1]
 
     @property
-    def verdict(self) -> str:
-        """``lossless``, ``near-lossless``, ``visible`` or ``broken`` (see `verdict_of`).
+    def lost(self) -> bool:
+        """Whether arguments of tool calls are lost: more than two standard errors."""
+        kept = self.kept
+        return kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
 
-        ``visible`` at best where arguments of tool calls are lost: more than two standard errors.
-        """
-        kept, verdict = self.kept, verdict_of(self.row.kl_mean)
-        lost = kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
-        return "visible" if lost and verdict != "broken" else verdict
+    @property
+    def verdict(self) -> str:
+        """A word of `VERDICTS`; ``visible`` at best where arguments of tool calls are lost."""
+        verdict = verdict_of(self.row.kl_mean, self.evaluation.protocol.scored)
+        return "visible" if self.lost and verdict != "broken" else verdict
 
 
 def _save_heat_map(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvpact.cache import planned_bytes
-from kvpact.errors import SpecError
-from kvpact.files import bytes_of, share_of
+from kvpact.errors import KVPactError, SpecError
+from kvpact.files import bytes_of, share_of, size_text
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.sizes import size
 from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
 from kvpact.spec import Spec, parse_spec
 
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer
 
+SMALLEST = "trellis:bits=2"  # of what a recipe is made of
 _ITEM = 2  # bytes of an exact number
 
 
@@ -39,6 +41,23 @@ def budget_bytes(text: str, exact: int) -> int:
     if share > 1:
         raise RecommendationError(f"budget {text!r} is more than all; take 100% at most")
     return int(share * exact)
+
+
+def check_budget(model: Any, text: str, context: int) -> None:
+    """Raise `RecommendationError` where a budget is misspelt, or known to be too small."""
+    if is_spec(text):
+        return
+    budget_bytes(text, 0)
+    try:
+        (least,) = size(model, SMALLEST, context).rows
+    except KVPactError:
+        return  # its shapes are seen when it runs
+    if budget_bytes(text, least.exact) < least.total:
+        share = f"{100 * least.total / least.exact:.1f}% of {size_text(least.exact)}"
+        raise RecommendationError(
+            f"budget {text} is too small at {context:,} tokens: the smallest recipe takes "
+            f"{size_text(least.total)}, {share}; give more, or a share such as 25%"
+        )
 
 
 def is_spec(text: str) -> bool:

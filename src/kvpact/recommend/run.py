@@ -29,7 +29,7 @@ from kvpact.recommend.base import (
     Slot,
     predicted,
 )
-from kvpact.recommend.budget import budget_bytes, exact_sizes, is_spec, slot_bytes
+from kvpact.recommend.budget import budget_bytes, check_budget, exact_sizes, is_spec, slot_bytes
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
 
@@ -98,9 +98,8 @@ def recommend(
     >>> cache = kvpact.CompressedCache(model, found.chosen)  # doctest: +SKIP
     """
     budget = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
-    if not is_spec(budget):
-        budget_bytes(budget, 0)  # a misspelt one is reported before anything is read
     network, tokenizer = opened(model, tokenizer)
+    check_budget(network, budget, context)
     check_sizes(tokens, chunk, positions(network))
     text = book_path().read_text("utf-8") if text is None else text
     ids = first_tokens(tokenizer, text, tokens)
