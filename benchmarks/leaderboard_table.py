@@ -1,10 +1,9 @@
-"""Rows and ranks of the leaderboard, out of the files that `leaderboard.py` writes."""
+"""Rows of the leaderboard, out of the files that `leaderboard.py` writes."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 OWN = "kvpact"
 EXACT_BITS = 32  # of DynamicCache: the models compute in fp32
@@ -32,19 +31,6 @@ class Row:
     def own(self) -> bool:
         """Whether it is one of kvpact's."""
         return self.package == OWN
-
-    @property
-    def name(self) -> str:
-        """Return the cache with its package."""
-        return f"{self.package}: {self.cache}"
-
-
-class Measure(NamedTuple):
-    """A column by which rows are ranked: the less, the better."""
-
-    title: str
-    of: Callable[[Row], float]
-    text: Callable[[float], str] = "{:.2f}".format
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -85,69 +71,8 @@ def middle(rows: list[Row]) -> int:
     return contexts[len(contexts) // 2]
 
 
-def measures(rows: list[Row]) -> list[Measure]:
-    """Return the columns by which rows are ranked."""
-    at = middle(rows)
-    return [
-        Measure("KL, mean", lambda row: row.kl, figure),
-        Measure("KL, 99th percentile", lambda row: row.kl_p99, figure),
-        Measure(f"bits held a value at {at:,} tokens", lambda row: row.bits[at]),
-        *(
-            Measure(f"decode after {n:,} tokens, times DynamicCache", lambda r, n=n: r.steps[n][1])
-            for n in contexts_of(rows)
-        ),
-        Measure("prompt, times DynamicCache", lambda row: row.prompt[1]),
-    ]
-
-
 def figure(value: float) -> str:
     """Return a KL with three significant figures."""
     if value < 1e-4:
         return f"{value:.3g}".replace("e-0", "e-")
     return f"{value:.5f}" if value < 1 else f"{value:.2f}"
-
-
-def ranked(rows: list[Row], measure: Measure) -> tuple[Row, Row | None, int]:
-    """Return the first row by a measure, kvpact's best one, and the place of that one."""
-    order = sorted(rows, key=measure.of)
-    best = next((row for row in order if row.own), None)
-    place = 0 if best is None else 1 + sum(measure.of(row) < measure.of(best) for row in rows)
-    return order[0], best, place
-
-
-def beats(one: Row, other: Row, at: int) -> bool:
-    """Tell whether a cache holds fewer bits at less KL than another."""
-    return one.bits[at] <= other.bits[at] and one.kl < other.kl
-
-
-def verdicts(rows: list[Row]) -> list[str]:
-    """Say in sentences how kvpact stands on one model, from the figures alone."""
-    at = middle(rows)
-    own, peers = ([row for row in rows if row.own is mine] for mine in (True, False))
-    unbeaten = [peer for peer in peers if not any(beats(row, peer, at) for row in own)]
-    beaten = [row for row in own if any(beats(peer, row, at) for peer in peers)]
-    said = [
-        "Some cache of kvpact's holds fewer bits at less KL than "
-        f"{len(peers) - len(unbeaten)} of {len(peers)} of other packages. "
-        + listed("Not so", unbeaten, at),
-        "Some cache of another package holds fewer bits at less KL than "
-        f"{len(beaten)} of {len(own)} of kvpact's. " + listed("Than these", beaten, at),
-    ]
-    for measure in measures(rows):
-        if "times" not in measure.title:
-            continue
-        slow = sorted((row for row in own if measure.of(row) > 1), key=measure.of)
-        what = measure.title.removesuffix(", times DynamicCache")
-        faster = sum(measure.of(row) < 1 for row in peers)
-        text = f"None of kvpact's {len(own)} is slower than DynamicCache"
-        if slow:
-            worst = f"the slowest is {slow[-1].cache}, {measure.of(slow[-1]):.2f} times its time"
-            text = f"{len(slow)} of kvpact's {len(own)} are slower than DynamicCache ({worst})"
-        said.append(f"{what.capitalize()}: {text}; {faster} of {len(peers)} others are faster.")
-    return [sentence.strip() for sentence in said]
-
-
-def listed(start: str, rows: list[Row], at: int) -> str:
-    """Return rows as the end of a sentence, nothing for none."""
-    names = [f"{row.name} ({row.bits[at]:.2f} bits, KL {figure(row.kl)})" for row in rows]
-    return f"{start}: {'; '.join(names)}." if names else ""

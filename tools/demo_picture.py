@@ -1,6 +1,6 @@
 """Record `kvpact demo` as the README's picture, dark and light.
 
-    python tools/demo_picture.py
+python tools/demo_picture.py
 """
 
 import re

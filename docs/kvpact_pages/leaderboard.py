@@ -11,18 +11,7 @@ from kvpact_pages.results import FOLDER, MODELS, NARROW, ROOT, code, table
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from leaderboard_contenders import LEFT_OUT
-from leaderboard_table import (
-    Row,
-    contexts_of,
-    figure,
-    load,
-    measures,
-    middle,
-    models_of,
-    ranked,
-    rows_of,
-    verdicts,
-)
+from leaderboard_table import Row, contexts_of, figure, load, middle, models_of, rows_of
 
 
 @cache
@@ -32,16 +21,14 @@ def found() -> list[dict[str, Any]]:
 
 
 def tables() -> str:
-    """Return the caches of each model in the order of their KL, and how kvpact stands."""
+    """Return the caches of each model in the order of their KL."""
     rows, parts = rows_of(found()), []
     contexts = contexts_of(rows)
     for model in models_of(rows):
         here = sorted((row for row in rows if row.model == model), key=lambda row: row.kl)
         columns = ("cache", "KL", "KL p99", "top-1", "bits held")
         columns += (*(f"step, {n:,}" for n in contexts), "prompt")
-        said = "\n".join(f"- {sentence}" for sentence in verdicts(here))
         parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here])]
-        parts += [f"How kvpact stands on {MODELS[model]}:", _places(here), said]
     return "\n\n".join(parts)
 
 
@@ -53,16 +40,6 @@ def _cells(row: Row, contexts: list[int]) -> list[str]:
     name = f"**{row.cache}**" if row.own else other
     first = [name, kl, figure(row.kl_p99), f"{row.top1:.1f}", bits]
     return [*first, *(f"{time:.2f}" for time in times)]
-
-
-def _places(rows: list[Row]) -> str:
-    cells = []
-    for measure in measures(rows):
-        first, best, place = ranked(rows, measure)
-        mine = f"{best.cache}: {measure.text(measure.of(best))}" if best else ""
-        lead = f"{first.name}: {measure.text(measure.of(first))}"
-        cells.append([measure.title, f"{place or '–'} of {len(rows)}", mine, lead])
-    return table(("measure", "place", "kvpact's best", "first"), cells, left=4)
 
 
 def method() -> str:

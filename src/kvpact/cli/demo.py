@@ -117,7 +117,7 @@ def _panel(tokenizer: Any, exact: Continuation, own: Continuation) -> Panel:
     verdict = "the same text" if split is None else f"differs at token {split + 1}"
     share = f"{verdict}, {100 * own.bytes / exact.bytes:.0f} %"
     if own.process is not None:
-        body.append(f"\n\nThe process grew by {size_text(own.process)}.", style="dim")
+        body.append(f"\n\nThe process: +{size_text(own.process)}", style="dim")
     name = "exact cache" if own is exact else own.cache
     title = Text(f"{name}, {size_text(own.bytes)}")  # both lines fit a third of 100 columns
     return Panel(body, title=title, subtitle=None if own is exact else Text(share))
