@@ -12,8 +12,7 @@ import runner
 import torch
 
 from kvpact.evaluate import evaluate
-from kvpact.evaluate.feed import first_tokens
-from kvpact.integrations.models import load_model
+from kvpact.integrations.models import first_tokens, load_model
 from kvpact.recommend import RecipePlan, plan, survey
 from kvpact.recommend.files import ladder_text, measured_row, recipe_text
 from recommend import text_of

@@ -16,10 +16,9 @@ import torch
 
 from kvpact.data import book_path
 from kvpact.evaluate import evaluate
-from kvpact.evaluate.feed import first_tokens
 from kvpact.evaluate.metrics import mean_and_error
 from kvpact.evaluate.text import kl_text, markdown
-from kvpact.integrations.models import load_model
+from kvpact.integrations.models import first_tokens, load_model
 from kvpact.recommend import plan, survey
 
 UNIFORM = ("trellis:bits=2", "trellis:bits=3", "trellis:bits=4")

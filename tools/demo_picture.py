@@ -16,6 +16,7 @@ THEMES = {"dark": DIMMED_MONOKAI, "light": DEFAULT_TERMINAL_THEME}
 
 
 def main() -> None:
+    """Record, and write both pictures."""
     console = Console(record=True, width=100, force_terminal=True, color_system="truecolor")
     demo.output_console = lambda: console
     demo.demo(tokens=1500, model="smollm2", new_tokens=40, threads=None, as_json=False)

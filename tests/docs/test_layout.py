@@ -10,7 +10,8 @@ from doc_snippets import PAGES, ROOT, blocks, name_of
 
 DOCS = ROOT / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
-PICTURES = [*(DOCS / "pictures").glob("*.svg"), *(DOCS / "_static").glob("*.svg")]
+# kvpact demo draws its own, and its own boxes.
+PICTURES = [*(DOCS / "pictures").glob("*.svg"), *(DOCS / "_static").glob("overview-*.svg")]
 TUTORIAL = ROOT / "examples" / "notebooks" / "1_try_it_on_your_model.ipynb"
 PROGRAMS = ("python", "console", "bash", "sh", "")
 """Languages of what a reader types; what is printed (``text``) may be wider."""

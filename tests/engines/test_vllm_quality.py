@@ -5,8 +5,7 @@ import torch
 
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, evaluate
-from kvpact.evaluate.feed import first_tokens
-from kvpact.integrations.models import SMOLLM2, load_model, packaged_folder
+from kvpact.integrations.models import SMOLLM2, first_tokens, load_model, packaged_folder
 from kvpact.integrations.transformers import calibrate
 from kvpact.spec import parse_spec
 

@@ -5,8 +5,7 @@ import torch
 
 from kvpact.data import book_path
 from kvpact.evaluate import free_running, make_cases, score_tasks
-from kvpact.evaluate.feed import first_tokens
-from kvpact.integrations.models import load_model
+from kvpact.integrations.models import first_tokens, load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

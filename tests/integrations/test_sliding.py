@@ -297,5 +297,5 @@ def test_an_evaluation_names_the_spec_of_windows(model):
     one, other = [row for row in result.rows if row.spec != "none"]
     assert one.spec == f"int:bits=8 sliding={PACKED}" and 0 < one.kl_mean < other.kl_mean
     assert (one.layers_compressed, one.layers_native) == (3, 0)
-    # The smaller one.
-    assert "CompressedCache(model, 'int:bits=8', sliding='int:bits=4,window=8')" in result.answer
+    # So few tokens give no verdict: the one of least KL.
+    assert f"CompressedCache(model, 'int:bits=8', sliding={PACKED!r})" in result.answer
