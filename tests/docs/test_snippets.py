@@ -54,7 +54,7 @@ def test_programs_of_the_readme_run_as_pasted(code, tmp_path, monkeypatch, capsy
     torch.manual_seed(0)
     code = code.replace("smollm2", given_model)
     code = code.replace("cache=cache,", f"{CACHE}=cache,")  # as its comment says
-    code = code.replace("cache=Dynamic", f"{CACHE}=Dynamic")
+    code = code.replace("cache=exact,", f"{CACHE}=exact,")
     with warnings.catch_warnings(action="error", category=FutureWarning):
         exec(compile(code, "README.md", "exec", dont_inherit=True), {})
     said = capsys.readouterr().out.splitlines()[-1]
