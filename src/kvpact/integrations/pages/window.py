@@ -1,7 +1,7 @@
-"""The last tokens of each sequence, exactly, outside vLLM's pages.
+"""The last tokens of each sequence, exactly, outside the engine's pages.
 
 A window is known by the page that holds its last token: nobody but the sequence writes there, and
-who finds that page in vLLM's prefix cache has the same tokens.
+who finds that page in the engine's prefix cache has the same tokens.
 """
 
 from __future__ import annotations
