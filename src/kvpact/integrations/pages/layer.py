@@ -148,31 +148,46 @@ class PagedLayer:
     ) -> tuple[Tensor, Tensor, dict[int, NonFiniteError]]:
         """Store new tokens as `step` does; return all of the rows, decoded, and which were cut.
 
-        `[count, heads, D]`: one row after another, then zeros. For layers without windows.
+        `[count, heads, D]`: one row after another, then zeros.
         """
         cut: dict[int, NonFiniteError] = {}
         batch = _Batch(k, k, v, k.clone(), AttendConfig())
-        whole = self.damage.whole(list(rows), batch.out)
+        whole, end = self.damage.whole(list(rows), batch.out), 0
         self._take([row.pages for row in rows])
-        parts = list(zip(rows, self._windows.claim(rows), strict=True))
-        self._store(self._prepare([x for x in parts if x[0] in whole], batch, cut), batch)
+        windows = self._windows.claim(rows)
         k_all, v_all = (x.new_zeros(count, *x.shape[1:]) for x in (k, v))
-        end = 0
+        parts = list(zip(rows, windows, strict=True))
         for row, window in parts:
             start, end = end, end + row.length
-            view, new = self._view(row, window), slice(start + row.held, end)
-            for side, stream, x in zip(self._sides, view[:2], (k_all, v_all), strict=True):
-                if row.held:
-                    held = x[start : start + row.held].transpose(0, 1).unsqueeze(0)
-                    side.decode_slots(stream, 0, row.held, held)
-            k_all[new], v_all[new] = batch.out[row.start : row.end], v[row.start : row.end]
+            if row.held:
+                view = self._view(row, window)
+                exact, held = start + view.k.exact_from, start + row.held
+                for side, stream, x in zip(self._sides, view[:2], (k_all, v_all), strict=True):
+                    if start < exact:
+                        packed = x[start:exact].transpose(0, 1).unsqueeze(0)
+                        side.decode_slots(stream, 0, stream.exact_from, packed)
+                    x[exact:held] = stream.tail[0].transpose(0, 1)
+        try:
+            self._store(self._prepare([x for x in parts if x[0] in whole], batch, cut), batch)
+        finally:
+            self._windows.keep(rows, windows)
+        end = 0
+        for row in rows:
+            end += row.length
+            new, to = slice(row.start, row.end), slice(end - (row.end - row.start), end)
+            k_all[to], v_all[to] = batch.out[new], v[new]
         return k_all, v_all, cut
 
     def copied(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Note that pages were copied over others."""
         for source, target in zip(sources, targets, strict=True):
             self._filled[target] = self._filled[source]
+            self._windows.copied(source, target)
         self.damage.copied(sources, targets)
+
+    def taken(self, pages: Sequence[int]) -> None:
+        """Note that a sequence was given these pages, whatever they hold."""
+        self._windows.forget(pages)
 
     def loaded(self, pages: Sequence[int]) -> None:
         """Note that these pages were filled from outside: full, and without windows."""

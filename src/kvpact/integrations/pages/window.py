@@ -129,6 +129,19 @@ class WindowPool:
         gone = [self._at.pop(page) for page in pages if page in self._at]
         self._free += [window.slot for window in gone]
 
+    def copied(self, source: int, target: int) -> None:
+        """Let a sequence whose last page is a copy of another's have a copy of its window."""
+        self.forget([target])
+        if (window := self._at.get(source)) is None or len(self._at) == 1 > len(self._free):
+            return
+        self._at[source] = self._at.pop(source)  # it gives way to no other now
+        made, first = self._new(window.end), window.first
+        made.first, made.packed = first, window.packed
+        made.memories = self._memories(made.slot, first)
+        for memory, old in zip(made.memories, window.memories, strict=True):
+            memory.tokens(first, window.end).copy_(old.tokens(first, window.end))
+        self._at[target] = made
+
     def exact_from(self, windows: Sequence[Window]) -> list[int]:
         """Return the first token that the sequence of each window attends exactly."""
         return [advance(x.packed, x.first, x.end, 0, 0, 1, self.width).tail for x in windows]

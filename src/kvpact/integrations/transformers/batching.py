@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -38,7 +38,7 @@ from kvpact.integrations.calibrations import learning
 from kvpact.integrations.pages.layer import PagedLayer
 from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.pages.serves import check_serves, codecs
-from kvpact.integrations.pages.window import Row, WindowPool
+from kvpact.integrations.pages.window import SLACK, Row, WindowPool
 from kvpact.integrations.transformers.attention.forward import Loan, choose_attention, given_back
 from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.held.handles import new_pair
@@ -49,16 +49,41 @@ from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
 from kvpact.units import TILE
 
 _PAGES = "the pages of continuous batching"
+_WINDOWS = 256
+"""Requests at most that have windows; of more at a time, those that came last."""
+
+
+class Served(NamedTuple):
+    """What the layers of a model hold, by their numbers; `windows`: requests that have some.
+
+    `shape`: KV heads and width.
+    """
+
+    specs: list[Spec]
+    plans: list[Plan]
+    windows: int
+    shape: tuple[int, int]
+
+    def forms(self, layers: Sequence[int], tokens: int) -> list[PageForm]:
+        """Return the forms of some layers' pages. Raises `GeometryError`."""
+        plans = [self.plans[i] for i in layers]
+        return [PageForm(plan.k.codec, plan.v.codec, tokens) for plan in plans]
+
+    def window_bytes(self) -> int:
+        """Return the bytes of all windows, once they are in use."""
+        widths = [width + SLACK for spec in self.specs if (width := spec.key.window)]
+        token = 2 * self.shape[0] * self.shape[1] * self.plans[0].k.dtype.itemsize
+        return int(self.windows * token * sum(widths))
 
 
 class PackedAllocator(FullAttentionCacheAllocator):
-    """Blocks of packed pages, of a layer each; `plans`: by layer of the model."""
+    """Blocks of packed pages, of a layer each; `served`: what each layer of the model holds."""
 
     supports_block_table = False
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        served: Served,
         index: int,
         config: Any,
         num_key_value_heads: int,
@@ -69,8 +94,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
     ) -> None:
         self.num_key_value_heads, self.cache_dtype = num_key_value_heads, cache_dtype
         self.head_dim = find_head_dim(config)
-        self._plans = [plans[i] for i in layer_indices]
-        self._forms = [PageForm(x.k.codec, x.v.codec, page_size) for x in self._plans]
+        self._served, self._forms = served, served.forms(layer_indices, page_size)
         sizes = [num_key_value_heads * page_size * form.content for form in self._forms]
         self._places = [sum(sizes[:i]) for i in range(len(sizes))]
         # A page of the middle size: those of a block lie in it one after another.
@@ -92,15 +116,23 @@ class PackedAllocator(FullAttentionCacheAllocator):
         blocks = self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, blocks, pool)
         heads, tokens, dim = self.num_key_value_heads, self.tokens_per_page, self.head_dim
-        shapes = ((heads, dim), (heads, dim))
-        none = WindowPool(0, 1, tokens, shapes, self.cache_dtype, cache_tensor.device)
+        shapes, count = ((heads, dim), (heads, dim)), self._served.windows
         self.layers: dict[int, PagedLayer] = {}
-        for i, plan, form, place in zip(
-            self.layer_indices, self._plans, self._forms, self._places, strict=True
-        ):
+        for i, form, place in zip(self.layer_indices, self._forms, self._places, strict=True):
+            spec, plan = self._served.specs[i], self._served.plans[i]
+            windows = WindowPool(spec.key.window, count, tokens, shapes, self.cache_dtype)
             pages = blocks[:, place : place + heads * tokens * form.content]
             pages = torch.unflatten(pages, 1, (heads, tokens, form.content))
-            self.layers[i] = PagedLayer(form, plan, pages, none)
+            self.layers[i] = PagedLayer(form, plan, pages, windows)
+
+    def allocate_cache_to_request(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> None:
+        """Give a request the blocks that it needs."""
+        had = len(self.block_table.get(request_id, ()))
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        for layer in self.layers.values():
+            layer.taken(self.block_table[request_id][had:])
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
         """Copy whole blocks."""
@@ -135,11 +167,11 @@ class PackedCache(PagedAttentionCache):
     """transformers' pool with packed pages for full attention; `loan`: of its attention."""
 
     def __init__(
-        self, plans: Sequence[Plan], loan: Loan | None, masks: bool, *args: Any, **kwargs: Any
+        self, served: Served, loan: Loan | None, masks: bool, *args: Any, **kwargs: Any
     ) -> None:
         self.loan = loan
-        allocators = {**ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION: partial(PackedAllocator, plans)}
-        memory = PagedAttentionMemoryHandler if masks or loan is None else _Memory
+        allocators = {**ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION: partial(PackedAllocator, served)}
+        memory = partial(_Memory, served, loan is not None and not masks)
         names = {"ATTN_TYPE_TO_ALLOCATOR": allocators, "PagedAttentionMemoryHandler": memory}
         rebound(PagedAttentionCache.__init__, **names)(self, *args, **kwargs)
 
@@ -162,16 +194,23 @@ class PackedCache(PagedAttentionCache):
 
 
 class _Memory(PagedAttentionMemoryHandler):
-    """Counts what a pool takes where attention reads packed pages: no masks, no K and V of it."""
+    """Counts windows, too; where attention reads `packed` pages, neither masks nor all K and V."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, served: Served, packed: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_attention_masks = self.kv_heads_at_peak = 0
+        self._windows = served.window_bytes()
+        if packed:
+            self.num_attention_masks = self.kv_heads_at_peak = 0
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """What neither the tokens of a batch nor those of the pool change."""
+        return int(super().fixed_overhead_bytes) + self._windows
 
 
 def _paged(spec: Spec) -> Spec:
-    """Return a spec without what pages have no place for: sinks, a window, means of groups."""
-    spec = spec.with_options(sinks=0, window=0)
+    """Return a spec without what pages have no place for: sinks and means of groups."""
+    spec = spec.with_options(sinks=0)
     key, value = (
         Spec(x, x).with_options(center=0).key if getattr(x, "center", 0) else x
         for x in (spec.key, spec.value)
@@ -180,7 +219,7 @@ def _paged(spec: Spec) -> Spec:
 
 
 def served_specs(specs: Sequence[Spec]) -> list[Spec]:
-    """Return what the pages of each layer hold: the default spec without sinks and windows.
+    """Return what the pages of each layer hold: the default spec without sinks and means.
 
     Raises `SpecError` for others that pages can't hold.
     """
@@ -190,8 +229,8 @@ def served_specs(specs: Sequence[Spec]) -> list[Spec]:
         check_serves(wanted, "spec", calibrated=True, pages=_PAGES)
         if spec not in (default, wanted):
             raise SpecError(
-                f"spec={str(spec)!r}: {_PAGES} have no place for sinks, windows and means of "
-                f"groups; write {str(wanted)!r}"
+                f"spec={str(spec)!r}: {_PAGES} have no place for sinks and means of groups; "
+                f"write {str(wanted)!r}"
             )
     return [_paged(spec) for spec in specs]
 
@@ -242,15 +281,17 @@ def make_manager(
     plans = []
     for i, spec in enumerate(specs):
         pair = codecs(spec, dim, dim, model.dtype, states.get(i, ({}, {})))
-        PageForm(*pair, manager.continuous_batching_config.page_size)
         k, v = (compute.stream(x, model.device, model.dtype) for x in pair)
         plans.append(compute.plan(k, v))
+    given = manager.continuous_batching_config
+    served = Served(specs, plans, min(given.max_requests_per_batch, _WINDOWS), (heads, dim))
+    served.forms(layers, given.page_size)
     manager.packed = tuple(specs)
     make, manages = type(manager)._create_batch_processor, ref(manager)
 
     def create() -> Any:
         loan, masks = choose_attention(config, "auto"), len(types) > 1
-        cache = partial(PackedCache, plans, loan, masks)
+        cache = partial(PackedCache, served, loan, masks)
         made = rebound(make, PagedAttentionCache=cache)
         if not masks:
             return made(manages())
