@@ -186,7 +186,7 @@ class PagedLayer:
         self.damage.copied(sources, targets)
 
     def taken(self, pages: Sequence[int]) -> None:
-        """Note that a sequence was given these pages, whatever they hold."""
+        """Note that these pages are no longer, or not yet, a sequence's: they have no window."""
         self._windows.forget(pages)
 
     def loaded(self, pages: Sequence[int]) -> None:

@@ -7,6 +7,8 @@ who finds that page in the engine's prefix cache has the same tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from mmap import mmap
 from typing import NamedTuple
 
 import torch
@@ -68,6 +70,14 @@ class Window:
         self.first = self.end = self.packed = held
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; of a CPU's, memory that no sequence has used yet is the system's still."""
+    if device.type != "cpu" or not prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Smaller pieces than its threshold malloc may have at hand, and writes zeros to them.
+    return torch.frombuffer(mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
 class WindowPool:
     """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
 
@@ -88,11 +98,7 @@ class WindowPool:
     ) -> None:
         self.width, self.page_tokens = width, page_tokens
         count, room = (sequences, width + SLACK) if width else (1, 0)
-        # A CPU's memory that no sequence has used yet is not taken from the system.
-        self._pools = [
-            torch.zeros(count, heads, room, dim, dtype=dtype, device=device)
-            for heads, dim in shapes
-        ]
+        self._pools = [_zeros((count, heads, room, dim), dtype, device) for heads, dim in shapes]
         self._none = self._memories(0, 0)
         self._free = list(range(sequences))
         # By the page of the last token; those used last stand last.

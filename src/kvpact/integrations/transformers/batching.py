@@ -49,7 +49,7 @@ from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
 from kvpact.units import TILE
 
 _PAGES = "the pages of continuous batching"
-_WINDOWS = 256
+_WINDOWS = 128
 """Requests at most that have windows; of more at a time, those that came last."""
 
 
@@ -131,8 +131,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
         """Give a request the blocks that it needs."""
         had = len(self.block_table.get(request_id, ()))
         super().allocate_cache_to_request(request_id, past_length, query_length)
+        self._forget(self.block_table[request_id][had:])
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Take a request's blocks back; its window is free for another."""
+        last = self.block_table.get(request_id, [])[-1:]
+        super().free_blocks(request_id, no_cache)
+        self._forget(last)
+
+    def _forget(self, blocks: list[int]) -> None:
         for layer in self.layers.values():
-            layer.taken(self.block_table[request_id][had:])
+            layer.taken(blocks)
 
     def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
         """Copy whole blocks."""
