@@ -80,6 +80,8 @@ def attention_forward(
     Raises `KVPactError` for what differs over compressed K and V; those then hold no new token.
     """
     tokens = fresh = None
+    if hasattr(kwargs.get("cache"), "loan"):  # a pool; up to transformers 5.23 it is updated here
+        key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
         if isinstance(tokens, PagedTokens):
