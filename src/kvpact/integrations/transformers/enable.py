@@ -275,8 +275,8 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
         The model generates in a way that takes no such cache, its ``generation_config`` names a
         ``cache_implementation``, it is enabled with another spec or options, or
         ``check="deferred"`` is asked for, whose flags nobody would read. A later call of
-        `generate` raises it if it names a ``cache_implementation`` or batches continuously
-        (`generate_batch`).
+        `generate` raises it if it names a ``cache_implementation``; and continuous batching
+        (`generate_batch`) where pages can't be packed, or `SpecError` for specs they can't hold.
     KVPactError
         Anything else that `CompressedCache` refuses. The model is as before after every error.
 
