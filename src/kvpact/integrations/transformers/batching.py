@@ -9,6 +9,7 @@ the pool is made; any other attention reads what the pages hold, decompressed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,9 +32,9 @@ from transformers.generation.continuous_batching.utils import (
 )
 
 from kvpact.calibration import Calibration
-from kvpact.errors import EnableError, SpecError
+from kvpact.errors import EnableError, KVPactError, SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.calibrated import Known, learnt_of
+from kvpact.integrations.calibrated import NOTHING, Known, learnt_of
 from kvpact.integrations.calibrations import learning
 from kvpact.integrations.pages.layer import PagedLayer
 from kvpact.integrations.pages.page import PageForm
@@ -165,12 +166,6 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self._batch = write, rows
         return self._batch[1]
 
-    def tokens(self, layer: int, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> PagedTokens:
-        """Return the new tokens of a batch in a layer; `k`, `v`: `[1, heads, tokens, D]`."""
-        count = kwargs["read_index"][self.index].numel() or k.shape[2]
-        k, v = (x[0].transpose(0, 1) for x in (k, v))
-        return PagedTokens(self.layers[layer], self.rows(kwargs), k, v, count)
-
 
 class PackedCache(PagedAttentionCache):
     """transformers' pool with packed pages for full attention; `loan`: of its attention."""
@@ -195,11 +190,12 @@ class PackedCache(PagedAttentionCache):
         for name in ("cu_seq_lens_k", "max_length_k"):
             kwargs[name] = kwargs[name][allocator.layer_type]
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"].to(torch.int32)
-        tokens = allocator.tokens(layer_idx, key_states, value_states, kwargs)
+        k, v = (x[0].transpose(0, 1) for x in (key_states, value_states))
+        count = kwargs["read_index"][allocator.index].numel() or len(k)
+        tokens = PagedTokens(allocator.layers[layer_idx], allocator.rows(kwargs), k, v, count)
         if self.loan is None:
             return tokens.part("k"), tokens.part("v")
-        pair = new_pair(tokens, key_states, value_states, tokens.count, ())
-        return pair.k, pair.v
+        return new_pair(tokens, key_states, value_states, count, ())[1:]
 
 
 class _Memory(PagedAttentionMemoryHandler):
@@ -207,14 +203,9 @@ class _Memory(PagedAttentionMemoryHandler):
 
     def __init__(self, served: Served, packed: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._windows = served.window_bytes()
+        self.available_memory -= served.window_bytes()
         if packed:
             self.num_attention_masks = self.kv_heads_at_peak = 0
-
-    @property
-    def fixed_overhead_bytes(self) -> int:
-        """What neither the tokens of a batch nor those of the pool change."""
-        return int(super().fixed_overhead_bytes) + self._windows
 
 
 def _paged(spec: Spec) -> Spec:
@@ -262,49 +253,42 @@ def make_manager(
         )
     if FULL_ATTENTION not in (types := group_layers_by_attn_type(config)):
         raise EnableError(f"no layer of {type(model).__name__} has full attention: disable(model)")
-    specs = served_specs(specs)
+    specs, layers = served_specs(specs), types[FULL_ATTENTION]
     heads, dim = find_num_key_value_heads(config), find_head_dim(config)
-    with given_back(config):
-        manager = method()
-    if isinstance(getattr(manager, "packed", None), tuple):
-        return manager  # which was kept
-    if manager.batch_processor is not None or manager.distributed_helper.tp_size > 1:
-        raise EnableError(
-            "a manager from before `enable`, or tensor parallelism, has exact pages: call "
-            "model.destroy_cached_continuous_batching_manager(), or disable(model), first"
-        )
-    known = None
-    if learnt := learning(specs):
-        held = calibration or calibration_of(model, learnt)
-        known = Known(held, "calibration")
-    geometry = CacheGeometry(1, heads, dim, dtype=model.dtype)
-    layers = types[FULL_ATTENTION]
-    states = dict(
-        zip(
-            layers,
-            learnt_of(known, layers, [specs[i] for i in layers], geometry, len(specs)),
-            strict=True,
-        )
-    )
-    compute = choose(backend)
-    plans = []
+    held = learning(specs) and (calibration or calibration_of(model, learning(specs)))
+    known = Known(held, "calibration") if isinstance(held, Calibration) else None
+    geometry, compute, plans = CacheGeometry(1, heads, dim, dtype=model.dtype), choose(backend), []
+    found = learnt_of(known, layers, [specs[i] for i in layers], geometry, len(specs))
+    states = dict(zip(layers, found, strict=True))
     for i, spec in enumerate(specs):
-        pair = codecs(spec, dim, dim, model.dtype, states.get(i, ({}, {})))
+        pair = codecs(spec, dim, dim, model.dtype, states.get(i, NOTHING))
         k, v = (compute.stream(x, model.device, model.dtype) for x in pair)
         plans.append(compute.plan(k, v))
+    before = model.config._attn_implementation
+    with given_back(config):
+        manager = method()
+    if hasattr(manager, "packed"):
+        return manager  # which was kept
     given = manager.continuous_batching_config
     served = Served(specs, plans, min(given.max_requests_per_batch, _WINDOWS), (heads, dim))
-    served.forms(layers, given.page_size)
+    try:
+        served.forms(layers, given.page_size)
+        if manager.batch_processor is not None or manager.distributed_helper.tp_size > 1:
+            raise EnableError(
+                "a manager from before `enable`, or tensor parallelism, has exact pages: call "
+                "model.destroy_cached_continuous_batching_manager(), or disable(model), first"
+            )
+    except KVPactError:
+        if manager._original_attn_impl is not None:
+            model.set_attn_implementation(before)
+        raise
     manager.packed = tuple(specs)
     make, manages = type(manager)._create_batch_processor, ref(manager)
 
     def create() -> Any:
         loan, masks = choose_attention(config, "auto"), len(types) > 1
-        cache = partial(PackedCache, served, loan, masks)
-        made = rebound(make, PagedAttentionCache=cache)
-        if not masks:
-            return made(manages())
-        with given_back(config):  # masks are made under the name sdpa
+        made = rebound(make, PagedAttentionCache=partial(PackedCache, served, loan, masks))
+        with given_back(config) if masks else nullcontext():  # which are made for sdpa by name
             return made(manages())
 
     manager._create_batch_processor = create

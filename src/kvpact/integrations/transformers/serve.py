@@ -8,40 +8,31 @@ All but ``--spec`` goes to ``transformers serve``.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from functools import wraps
 from typing import Any
 
 from kvpact.integrations.transformers.enable import enable
-from kvpact.integrations.transformers.versions import serving_models
+from kvpact.integrations.transformers.versions import VersionError
 from kvpact.spec import DEFAULT_SPEC
 
 
 def enable_loaded(spec: str, manager: type) -> None:
     """Let a class of transformers' servers enable each model that it loads."""
-    load = vars(manager)["_load_model"]
+    load: Any = vars(manager)["_load_model"]
 
-    @wraps(load)
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
-        enable(model, spec)
-        return model
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return enable(load(self, *args, **kwargs), spec).model
 
     manager._load_model = loaded  # type: ignore[attr-defined]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the server."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--spec", default=DEFAULT_SPEC)
-    own, others = parser.parse_known_args(arguments)
-    enable_loaded(own.spec, serving_models())
-    from transformers.cli.transformers import app
-
-    sys.argv[0] = "transformers"
+    own, others = parser.parse_known_args()
+    try:
+        from transformers.cli.serving.model_manager import ModelManager
+        from transformers.cli.transformers import app
+    except ImportError as error:
+        raise VersionError("kvpact enables the models that transformers serves", "5.10") from error
+    enable_loaded(own.spec, ModelManager)
     app(["serve", *others])
-
-
-if __name__ == "__main__":
-    main()

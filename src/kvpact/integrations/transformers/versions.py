@@ -183,16 +183,6 @@ def check_batching() -> None:
         raise VersionError("kvpact packs the pages of continuous batching", "5.19")
 
 
-def serving_models() -> type:
-    """Return the class that loads the models of ``transformers serve``."""
-    try:
-        found: type = import_module("transformers.cli.serving.model_manager").ModelManager
-        vars(found)["_load_model"]
-    except (AttributeError, KeyError, ModuleNotFoundError) as error:
-        raise VersionError("kvpact enables the models that transformers serves", "5.10") from error
-    return found
-
-
 def rebound(function: Any, **names: Any) -> Any:
     """Return a copy of a function to which some names of its module are something else.
 
