@@ -155,27 +155,24 @@ class PagedLayer:
         whole, end = self.damage.whole(list(rows), batch.out), 0
         self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
-        k_all, v_all = (x.new_zeros(count, *x.shape[1:]) for x in (k, v))
-        parts = list(zip(rows, windows, strict=True))
-        for row, window in parts:
-            start, end = end, end + row.length
-            if row.held:
-                view = self._view(row, window)
-                exact, held = start + view.k.exact_from, start + row.held
-                for side, stream, x in zip(self._sides, view[:2], (k_all, v_all), strict=True):
-                    if start < exact:
-                        packed = x[start:exact].transpose(0, 1).unsqueeze(0)
-                        side.decode_slots(stream, 0, stream.exact_from, packed)
-                    x[exact:held] = stream.tail[0].transpose(0, 1)
         try:
-            self._store(self._prepare([x for x in parts if x[0] in whole], batch, cut), batch)
+            parts = list(zip(rows, windows, strict=True))
+            ready = self._prepare([part for part in parts if part[0] in whole], batch, cut)
+            k_all, v_all = (x.new_zeros(count, *x.shape[1:]) for x in (k, v))
+            for row, window in parts:
+                start, end = end, end + row.length
+                held, new = start + row.held, slice(row.start, row.end)
+                k_all[held:end], v_all[held:end] = batch.out[new], v[new]
+                view: Any = self._view(row, window) if row.held else ()
+                for side, stream, x in zip(self._sides, view, (k_all, v_all), strict=False):
+                    packed = x[start : start + stream.exact_from]
+                    if len(packed):
+                        out = packed.transpose(0, 1).unsqueeze(0)
+                        side.decode_slots(stream, 0, len(packed), out)
+                    x[start + len(packed) : held] = stream.tail[0].transpose(0, 1)
+            self._store(ready, batch)
         finally:
             self._windows.keep(rows, windows)
-        end = 0
-        for row in rows:
-            end += row.length
-            new, to = slice(row.start, row.end), slice(end - (row.end - row.start), end)
-            k_all[to], v_all[to] = batch.out[new], v[new]
         return k_all, v_all, cut
 
     def copied(self, sources: Sequence[int], targets: Sequence[int]) -> None:
