@@ -23,12 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry, create_cache, parse_spec
+from kvpact.integrations.pages.layer import PagedLayer
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.window import Row, WindowPool
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import Row, WindowPool
 
 SPECS = ["trellis:bits=4", "turboquant:bits=4"]
 LAYERS, PROMPT, MADE, ROWS = 16, 200, 50, 9

@@ -196,8 +196,8 @@ def test_a_batch_is_read_from_what_vllm_keeps_on_the_host(builder):
 
 
 def test_tokens_that_could_not_be_held_are_told_at_the_next_batch(builder, monkeypatch):
+    from kvpact.integrations.pages.damage import Watch
     from kvpact.integrations.vllm import cuda
-    from kvpact.integrations.vllm.damage import Watch
 
     watch = Watch("cpu")
     good = watch.flags(8)

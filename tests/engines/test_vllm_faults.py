@@ -13,8 +13,8 @@ from vllm_engine import sharing
 
 from kvpact.errors import FormatError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.pages.serves import codecs
 from kvpact.integrations.vllm.connector_form import of_rank
-from kvpact.integrations.vllm.setting import codecs
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.spec import parse_spec

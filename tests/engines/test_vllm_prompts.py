@@ -5,7 +5,7 @@ import torch
 from vllm_pages import both_ways
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.vllm.prompt import FEW, Scratch
+from kvpact.integrations.pages.prompt import FEW, Scratch
 
 SPECS = ("none:sinks=0,window=0", "turboquant:bits=4,sinks=0", "int:bits=8,sinks=0,window=5")
 # Query heads, KV heads, width.

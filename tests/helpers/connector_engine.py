@@ -6,12 +6,12 @@ import torch
 
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import NOTHING
+from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_store import ConnectorCounts, options_of
 from kvpact.integrations.vllm.connector_worker import PrefixWorker
-from kvpact.integrations.vllm.page import PageForm
 from kvpact.spec import parse_spec
 
 PAGE, HEADS, DIM, LAYERS = 32, 2, 64, ("layers.0", "layers.1")

@@ -8,10 +8,11 @@ from kvpact import create_cache
 from kvpact.cache.layer.held import Held
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.integrations.calibrated import NOTHING
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.integrations.pages.layer import PagedLayer
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.window import Row, WindowPool
+from kvpact.integrations.vllm.setting import native_plan
 from kvpact.kernels import TokenMemory
 from kvpact.spec import parse_spec
 

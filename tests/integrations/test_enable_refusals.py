@@ -90,18 +90,15 @@ def test_deferred_checks_that_nobody_would_read(llama):
         enable(llama, check="deferred")
 
 
-@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized", "paged"])
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
 def test_callers_that_name_another_cache(llama, prompt, greedy, kind):
     wanted = llama.generate(**prompt, **greedy)
     enable(llama, "none")
-    if kind == "paged" and not hasattr(transformers.cache_utils, "LinearAttentionLayer"):
-        pytest.skip("this transformers batches nothing")
     with pytest.raises(EnableError, match="disable\\(model\\) first"):
         llama.generate(**prompt, **greedy, cache_implementation=kind)
     config = transformers.GenerationConfig(**greedy, cache_implementation=kind)
-    if kind != "paged":
-        with pytest.raises(EnableError, match="disable\\(model\\) first"):
-            llama.generate(**prompt, generation_config=config)
+    with pytest.raises(EnableError, match="disable\\(model\\) first"):
+        llama.generate(**prompt, generation_config=config)
     assert torch.equal(llama.generate(**prompt, **greedy), wanted)
 
 

@@ -9,10 +9,10 @@ from vllm_pages import make_layer
 
 from kvpact.cache.paged.pool import PageSource
 from kvpact.contract import AttendConfig
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.window import Row
 from kvpact.integrations.vllm.calibrated import of_rank
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs
-from kvpact.integrations.vllm.window import Row
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore

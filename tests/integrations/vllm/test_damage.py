@@ -9,8 +9,8 @@ from vllm_pages import make_layer
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
-from kvpact.integrations.vllm.damage import storable
-from kvpact.integrations.vllm.window import Row
+from kvpact.integrations.pages.damage import storable
+from kvpact.integrations.pages.window import Row
 
 HEADS, DIM, SPEC = 2, 64, "turboquant:bits=4,sinks=0"
 CONFIG = AttendConfig(softmax_scale=0.125)

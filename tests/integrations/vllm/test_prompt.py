@@ -6,8 +6,8 @@ from closeness import bound_of, error
 from vllm_pages import batch_of, both_ways, make_layer, random_qkv
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.vllm.prompt import FEW, PAGE, Scratch
-from kvpact.integrations.vllm.window import Row
+from kvpact.integrations.pages.prompt import FEW, PAGE, Scratch
+from kvpact.integrations.pages.window import Row
 
 SPECS = (
     "none:sinks=0,window=0", "turboquant:bits=4,sinks=0", "int:bits=4,sinks=0,window=5",

@@ -9,7 +9,7 @@ from vllm_pages import WindowBeside, make_layer
 
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.window import SLACK, Row, waves
+from kvpact.integrations.pages.window import SLACK, Row, waves
 
 HEADS, DIM, PAGE = 2, 64, 32
 EXACT, STORED = (f"turboquant:bits=3,sinks=0,window={width}" for width in (40, 0))

@@ -10,11 +10,12 @@ pytest.importorskip("triton")
 
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.damage import Watch
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import WindowPool
+from kvpact.integrations.pages.damage import Watch
+from kvpact.integrations.pages.layer import PagedLayer
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.window import WindowPool
+from kvpact.integrations.vllm.setting import native_plan
 from kvpact.kernels import choose
 from kvpact.spec import parse_spec
 

@@ -24,6 +24,7 @@ from kvpact.integrations.transformers.versions import (
     CACHE,
     CACHE_NAMES,
     DRAFTS_CACHE,
+    check_batching,
     expect_crops,
 )
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
@@ -33,7 +34,7 @@ PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
 _NO_MATTER = (None, "hybrid", "dynamic")
 """Values of a model's own ``cache_implementation`` without effect, or for what is replaced."""
-_BATCHING = "init_continuous_batching"
+_BATCHING, _MANAGER = "init_continuous_batching", "_cached_continuous_batching_manager"
 _STATE = "__getstate__"
 _lock = threading.Lock()
 
@@ -112,14 +113,21 @@ class _StateMaker(_Hook):
         return _State(self)
 
 
-class _NoBatching(_Hook):
-    """A hook that refuses continuous batching, which keeps pages of its own."""
+class _Batching(_Hook):
+    """A hook in front of `init_continuous_batching`, whose managers get packed pages."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise EnableError(
-            "continuous batching keeps pages of its own, which `enable` can't compress: call "
-            "generate without cache_implementation='paged', or disable(model) first"
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_batching()
+        from kvpact.integrations.transformers.batching import make_manager
+
+        maker, method = vars(self.model)[PREPARE], partial(self.method, *args, **kwargs)
+        known, backend = maker.options["calibration"], maker.options.get("backend", "auto")
+        return make_manager(self.model, method, maker.layers, known, backend)
+
+    def remove(self, model: PreTrainedModel) -> None:
+        super().remove(model)
+        if hasattr(vars(model).get(_MANAGER), "packed"):
+            delattr(model, _MANAGER)  # kept for a next session, which is to have exact pages
 
 
 class _CacheMaker(_Hook):
@@ -267,8 +275,9 @@ def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled
         The model generates in a way that takes no such cache, its ``generation_config`` names
         another ``cache_implementation`` than ``"dynamic"``, it is enabled with another spec or
         options, or ``check="deferred"`` is asked for, whose flags nobody would read. A later call
-        of `generate` raises it if it names such a ``cache_implementation`` or batches continuously
-        (`generate_batch`).
+        of `generate` raises it if it names such a ``cache_implementation``; and continuous
+        batching (`generate_batch`) where pages can't be packed, or `SpecError` for specs they
+        can't hold.
     KVPactError
         Anything else that `CompressedCache` refuses. The model is as before after every error.
 
@@ -303,7 +312,7 @@ def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled
         _StateMaker(model, _STATE).install()
         model.register_forward_pre_hook(tell_of_exact, with_kwargs=True)
         if hasattr(type(model), _BATCHING):
-            _NoBatching(model, _BATCHING).install()
+            _Batching(model, _BATCHING).install()
     return Enabled(model, changed=True)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature, unwrap
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.generation import utils as _generation
 from transformers.utils import generic, logging
 
-from kvpact.errors import KVPactError
+from kvpact.errors import EnableError, KVPactError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig as PreTrainedConfig
@@ -172,6 +174,30 @@ def has_encoder(kind: type) -> bool:
         given = signature(kind).parameters.get("is_encoder_decoder")
         found = given is not None and given.default
     return found is True
+
+
+def check_batching() -> None:
+    """Raise `VersionError` where the pools of continuous batching are not of bytes."""
+    folder = "transformers.generation.continuous_batching"
+    if find_spec(folder) is None or find_spec(f"{folder}.cache_allocators") is None:
+        raise VersionError("kvpact packs the pages of continuous batching", "5.19")
+
+
+def rebound(function: Any, **names: Any) -> Any:
+    """Return a copy of a function to which some names of its module are something else.
+
+    Raises `EnableError` where its code has no such name.
+    """
+    if lacks := sorted(names.keys() - {*function.__code__.co_names}):
+        raise EnableError(
+            f"{function.__qualname__} of transformers {transformers.__version__} has no "
+            f"{', '.join(lacks)}, by which kvpact packs pages: disable(model), or another version"
+        )
+    known = {**function.__globals__, **names}
+    code = function.__code__, known, function.__name__, function.__defaults__, function.__closure__
+    made = FunctionType(*code)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def check_index() -> None:

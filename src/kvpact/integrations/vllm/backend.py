@@ -28,20 +28,20 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.integrations.calibrated import NOTHING, Learnt
+from kvpact.integrations.pages.damage import watch_of
+from kvpact.integrations.pages.layer import PagedLayer
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.window import WindowPool
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.dtype import DTYPE, TAKEN
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import (
-    codecs,
     give_backends,
     hand_over,
     native_plan,
     refuse,
     served_specs,
 )
-from kvpact.integrations.vllm.window import WindowPool
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.vllm.connector_form import StepPlan
 from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
@@ -32,7 +33,6 @@ from kvpact.integrations.vllm.connector_store import (
 )
 from kvpact.integrations.vllm.connector_worker import PrefixWorker
 from kvpact.integrations.vllm.cpu_attention import orders_of
-from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import native_plan
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.cache.paged.pool import PageSource
 from kvpact.errors import GeometryError
-from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.pages.page import PageForm
 from kvpact.kernels import Plan, Segment, StreamPlan
 from kvpact.methods import Codec
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from kvpact.contract import AttendConfig
 from kvpact.errors import BackendUnavailable
 from kvpact.formats import TILE
-from kvpact.integrations.vllm.prompt import PAGE, Pages, Sequences
+from kvpact.integrations.pages.prompt import PAGE, Pages, Sequences
 from kvpact.integrations.vllm.setting import sliding_block
 
 _AMX = "amx"

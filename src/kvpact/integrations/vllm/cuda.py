@@ -8,9 +8,9 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 
+from kvpact.integrations.pages.damage import watch_of
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, logger
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.latents import OtherLatentBackend
 from kvpact.integrations.vllm.setting import refuse
 

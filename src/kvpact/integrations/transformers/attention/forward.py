@@ -9,6 +9,8 @@ import inspect
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -24,6 +26,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.held.handles import KVHandle, refuse_gradients, untraced
 from kvpact.integrations.transformers.held.new_tokens import NewTokens, read_before_stored
+from kvpact.integrations.transformers.held.paged_tokens import PagedTokens
 from kvpact.integrations.transformers.held.shared import Asked
 from kvpact.integrations.transformers.layers.indexed import chosen
 from kvpact.integrations.transformers.layers.latent import meet_class
@@ -77,8 +80,12 @@ def attention_forward(
     Raises `KVPactError` for what differs over compressed K and V; those then hold no new token.
     """
     tokens = fresh = None
+    if hasattr(kwargs.get("cache"), "loan"):  # a pool; up to transformers 5.23 it is updated here
+        key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
+        if isinstance(tokens, PagedTokens):
+            return tokens.attend(query, _config(None, scaling, True, kwargs)).transpose(1, 2), None
     else:
         meet_class(module)
         fresh = read_before_stored(key)
@@ -292,6 +299,20 @@ def _give_back(config: PreTrainedConfig) -> None:
         before = _before.pop(id(config), None)
         if config._attn_implementation == ATTENTION:
             config._attn_implementation = before
+
+
+@contextmanager
+def given_back(config: PreTrainedConfig) -> Iterator[None]:
+    """Let a config have the attention that it has without a loan, for whoever asks by name."""
+    with _lock:
+        lent, before = config._attn_implementation, _before.get(id(config))
+        stand_in = before or ("sdpa" if lent == ATTENTION else lent)
+        config._attn_implementation = stand_in
+        try:
+            yield
+        finally:
+            if config._attn_implementation == stand_in:
+                config._attn_implementation = lent
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""One attention layer over vLLM's pages: sequences of a batch attend, their tokens are stored."""
+"""A layer over an engine's pages: sequences of a batch attend, and their tokens are stored."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvpact.cache.paged.pool import PageSource
 from kvpact.cache.stream.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
-from kvpact.integrations.vllm.damage import Damage, storable
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.prompt import PromptRun
-from kvpact.integrations.vllm.window import Row, Window, WindowPool
+from kvpact.integrations.pages.damage import Damage, storable
+from kvpact.integrations.pages.page import PageForm
+from kvpact.integrations.pages.prompt import PromptRun
+from kvpact.integrations.pages.window import Row, Window, WindowPool
 from kvpact.kernels import (
     AttendCall,
     Encoder,
@@ -55,7 +55,7 @@ class _Batch(NamedTuple):
 
 
 class PagedLayer:
-    """K and V of one layer in the pages that vLLM allocated; not for two threads at once.
+    """K and V of one layer in the pages that an engine allocated; not for two threads at once.
 
     - `pages`: `[P, H, N, C]` uint8, see `PageForm.fields`; `windows`: the layer's exact tokens.
     - `good`: given where the plan defers its checks: `[P]` bool on the device, False for the page
@@ -82,7 +82,7 @@ class PagedLayer:
         # Of the last batch of single tokens; they take the same calls.
         self._steps: list[tuple[int, ...]] = []
         self._runners: list[StepRunner] = []
-        # Tokens written to each page since it was cleared. vLLM gives pages to other sequences as
+        # Tokens written to each page since it was cleared. Engines give pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
         self._filled = [-1] * len(pages)
         self.damage = Damage(form.tokens)
@@ -112,10 +112,7 @@ class PagedLayer:
         """
         cut: dict[int, NonFiniteError] = {}
         rows, batch = self.damage.whole(list(rows), out), _Batch(q, k, v, out, config)
-        tables = [row.pages for row in rows]
-        if tables != self._tables:
-            known, self._tables = self._sources, tables
-            self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
+        self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
         try:
             both = list(zip(rows, windows, strict=True))
@@ -145,6 +142,49 @@ class PagedLayer:
         finally:
             self._windows.keep(rows, windows)
         return cut
+
+    def read(
+        self, rows: Sequence[Row], k: Tensor, v: Tensor, count: int
+    ) -> tuple[Tensor, Tensor, dict[int, NonFiniteError]]:
+        """Store new tokens as `step` does; return all of the rows, decoded, and which were cut.
+
+        `[count, heads, D]`: one row after another, then zeros.
+        """
+        cut: dict[int, NonFiniteError] = {}
+        batch = _Batch(k, k, v, k.clone(), AttendConfig())
+        whole, end = self.damage.whole(list(rows), batch.out), 0
+        self._take([row.pages for row in rows])
+        windows = self._windows.claim(rows)
+        try:
+            parts = list(zip(rows, windows, strict=True))
+            ready = self._prepare([part for part in parts if part[0] in whole], batch, cut)
+            k_all, v_all = (x.new_zeros(count, *x.shape[1:]) for x in (k, v))
+            for row, window in parts:
+                start, end = end, end + row.length
+                held, new = start + row.held, slice(row.start, row.end)
+                k_all[held:end], v_all[held:end] = batch.out[new], v[new]
+                view: Any = self._view(row, window) if row.held else ()
+                for side, stream, x in zip(self._sides, view, (k_all, v_all), strict=False):
+                    packed = x[start : start + stream.exact_from]
+                    if len(packed):
+                        out = packed.transpose(0, 1).unsqueeze(0)
+                        side.decode_slots(stream, 0, len(packed), out)
+                    x[start + len(packed) : held] = stream.tail[0].transpose(0, 1)
+            self._store(ready, batch)
+        finally:
+            self._windows.keep(rows, windows)
+        return k_all, v_all, cut
+
+    def copied(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Note that pages were copied over others."""
+        for source, target in zip(sources, targets, strict=True):
+            self._filled[target] = self._filled[source]
+            self._windows.copied(source, target)
+        self.damage.copied(sources, targets)
+
+    def taken(self, pages: Sequence[int]) -> None:
+        """Note that these pages are no longer, or not yet, a sequence's: they have no window."""
+        self._windows.forget(pages)
 
     def loaded(self, pages: Sequence[int]) -> None:
         """Note that these pages were filled from outside: full, and without windows."""
@@ -209,7 +249,7 @@ class PagedLayer:
     def _view(self, row: Row, window: Window) -> LayerView:
         (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
-        # No check of staleness: pages stay where they are as long as vLLM runs.
+        # No check of staleness: pages stay where they are as long as the engine runs.
         k, v = (
             StreamView(side.codec, source, exact, tail, None, None, 0, lambda: None, None, width)
             for side, source, tail in zip(self._sides, self._sources[row.pages], tails, strict=True)
@@ -228,6 +268,12 @@ class PagedLayer:
             output = self._plan.attend([call for _, call in group])
             for (row, _), one in zip(group, output, strict=True):
                 batch.out[row.start : row.end] = one.transpose(0, 1)
+
+    def _take(self, tables: list[tuple[int, ...]]) -> None:
+        """Make ready to read and write these rows' pages."""
+        if tables != self._tables:
+            known, self._tables = self._sources, tables
+            self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
 
     def _make_sources(self, pages: tuple[int, ...]) -> tuple[PageSource, PageSource]:
         k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)

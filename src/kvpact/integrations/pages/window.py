@@ -1,12 +1,14 @@
-"""The last tokens of each sequence, exactly, outside vLLM's pages.
+"""The last tokens of each sequence, exactly, outside the engine's pages.
 
 A window is known by the page that holds its last token: nobody but the sequence writes there, and
-who finds that page in vLLM's prefix cache has the same tokens.
+who finds that page in the engine's prefix cache has the same tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from mmap import mmap
 from typing import NamedTuple
 
 import torch
@@ -68,6 +70,14 @@ class Window:
         self.first = self.end = self.packed = held
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; of a CPU's, memory that no sequence has used yet is the system's still."""
+    if device.type != "cpu" or not prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Smaller pieces than its threshold malloc may have at hand, and writes zeros to them.
+    return torch.frombuffer(mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
 class WindowPool:
     """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
 
@@ -88,11 +98,7 @@ class WindowPool:
     ) -> None:
         self.width, self.page_tokens = width, page_tokens
         count, room = (sequences, width + SLACK) if width else (1, 0)
-        # A CPU's memory that no sequence has used yet is not taken from the system.
-        self._pools = [
-            torch.zeros(count, heads, room, dim, dtype=dtype, device=device)
-            for heads, dim in shapes
-        ]
+        self._pools = [_zeros((count, heads, room, dim), dtype, device) for heads, dim in shapes]
         self._none = self._memories(0, 0)
         self._free = list(range(sequences))
         # By the page of the last token; those used last stand last.
@@ -128,6 +134,19 @@ class WindowPool:
         """Drop the windows that are known by these pages, because others wrote to them."""
         gone = [self._at.pop(page) for page in pages if page in self._at]
         self._free += [window.slot for window in gone]
+
+    def copied(self, source: int, target: int) -> None:
+        """Let a sequence whose last page is a copy of another's have a copy of its window."""
+        self.forget([target])
+        if (window := self._at.get(source)) is None or len(self._at) == 1 > len(self._free):
+            return
+        self._at[source] = self._at.pop(source)  # it gives way to no other now
+        made, first = self._new(window.end), window.first
+        made.first, made.packed = first, window.packed
+        made.memories = self._memories(made.slot, first)
+        for memory, old in zip(made.memories, window.memories, strict=True):
+            memory.tokens(first, window.end).copy_(old.tokens(first, window.end))
+        self._at[target] = made
 
     def exact_from(self, windows: Sequence[Window]) -> list[int]:
         """Return the first token that the sequence of each window attends exactly."""

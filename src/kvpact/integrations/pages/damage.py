@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nan
 
 from kvpact.errors import GeometryError, NonFiniteError
-from kvpact.integrations.vllm.window import Row
+from kvpact.integrations.pages.window import Row
 
 
 class Damage:
@@ -51,6 +51,11 @@ class Damage:
     def mark(self, row: Row, count: int = 0) -> None:
         """Mark the pages as damaged that a row wrote to after `count` new tokens."""
         self._pages.update(row.pages[(row.held + count) // self._page_tokens :])
+
+    def copied(self, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """Note that pages were copied over others."""
+        for source, target in zip(sources, targets, strict=True):
+            (self._pages.add if source in self._pages else self._pages.discard)(target)
 
     def mend(self, pages: Iterable[int]) -> None:
         """Mark these pages as whole, because they are written to from their beginnings."""

@@ -1,6 +1,6 @@
-"""The layout of the bytes of one of vLLM's pages.
+"""The layout of the bytes of one of an engine's pages.
 
-vLLM hands over `[P, H, N, C]`: pages, KV heads, tokens of a page, bytes of a token. The N * C bytes
+It hands over `[P, H, N, C]`: pages, KV heads, tokens of a page, bytes of a token. The N * C bytes
 of a head lie together, and hold the fields of K and then those of V, each `[units, *shape]` as in
 kvpact's own pages. So a head of a page is what it is in a page of `PagedKVCache`, and kernels read
 it where it lies.
@@ -20,14 +20,14 @@ from kvpact.methods import Codec
 
 
 class PageForm:
-    """Fields of K and V in a head's part of a page; `content`: bytes of a token, vLLM's C."""
+    """Fields of K and V in a head's part of a page; `content`: bytes of a token, C."""
 
     def __init__(self, k: Codec, v: Codec, tokens: int) -> None:
         least = page_unit(k, v)
         if tokens < 1 or tokens % least:
             raise GeometryError(
-                f"vLLM's pages have {tokens} tokens; kvpact needs a multiple of {least}: "
-                "start vLLM with --block-size 128"
+                f"the pages have {tokens} tokens; kvpact needs a multiple of {least}: start vLLM "
+                "with --block-size 128, or give ContinuousBatchingConfig page_size=256"
             )
         self.tokens = tokens
         self._places: list[list[tuple[Field, int, int]]] = []

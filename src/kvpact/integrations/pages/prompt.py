@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.vllm.window import Row
+from kvpact.integrations.pages.window import Row
 from kvpact.kernels import LayerView, Plan
 
 FEW = 32

@@ -1,0 +1,1 @@
+"""Engines' own pages that hold packed slots: their bytes, and attention over them."""
