@@ -96,3 +96,10 @@ def unpack_pages(
     if place != data.shape[1]:
         raise FormatError(f"a page has {data.shape[1]} bytes, its fields {place}")
     return found
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device; the host does not wait for it to arrive."""
+    if x.device.type != "cpu" or device.type == "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

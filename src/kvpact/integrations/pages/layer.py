@@ -30,9 +30,9 @@ from kvpact.kernels import (
     all_finite,
     check_arrival,
 )
-from kvpact.kernels.triton.forms import sent
 from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.quantizers.checks import collected, deferred, require_finite
+from kvpact.snapshot.pages import sent
 
 _Part = tuple[Row, Window]
 _Writers = list[tuple[Encoder, Any]]

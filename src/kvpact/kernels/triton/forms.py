@@ -25,6 +25,7 @@ from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.kernels.triton.trellis.steps import Run, TrellisSteps, runs_of, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
+from kvpact.snapshot.pages import sent
 from kvpact.transforms import IDENTITY, RandomHadamard
 
 NUMBERS = {
@@ -336,10 +337,3 @@ def places_of(
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context of launches on a device; Triton launches on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device; the host does not wait for it to arrive."""
-    if x.device.type != "cpu" or device.type == "cpu":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)

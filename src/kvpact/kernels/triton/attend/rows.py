@@ -13,8 +13,9 @@ from kvpact.errors import CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.logits import mask_numbers
 from kvpact.kernels.triton import columns as at
-from kvpact.kernels.triton.forms import SlotForm, Slots, places_of, sent
+from kvpact.kernels.triton.forms import SlotForm, Slots, places_of
 from kvpact.kernels.views import StreamView
+from kvpact.snapshot.pages import sent
 
 UNBOUNDED = 1 << 30
 """More tokens than any row holds: the window where there is none."""

@@ -25,10 +25,11 @@ from kvpact.kernels.triton.encode.encoder import (
     span_of,
     warps_of,
 )
-from kvpact.kernels.triton.forms import SlotPlaces, on_device, sent, slots_of, width_of
+from kvpact.kernels.triton.forms import SlotPlaces, on_device, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting, Taking, take_tokens
 from kvpact.kernels.views import WAITING, StreamView, exact_from
 from kvpact.methods import Codec
+from kvpact.snapshot.pages import sent
 
 
 def covers(call: AttendCall) -> bool:
