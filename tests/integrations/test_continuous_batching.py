@@ -92,6 +92,8 @@ def test_exact_pages_give_the_tokens_of_plain_batching(llama, make_model, option
     wanted = batch(llama, **options)
     with enable(llama, "none"):
         assert batch(llama, **options) == wanted
+    with enable(llama, INT8):  # a window of another request would show
+        assert batch(llama, **options) == wanted
     eager = make_model(LlamaConfig(**SIZES), "eager")  # which reads what is decompressed
     with enable(eager, "none"):
         assert batch(eager, **options) == wanted
@@ -103,8 +105,8 @@ def test_forks_share_pages_and_copy_the_last(llama):
     wanted = batch(llama, PROMPTS[:4], gen, num_blocks=32)
     with enable(llama, "none"):
         assert batch(llama, PROMPTS[:4], gen, num_blocks=32) == wanted
-    with enable(llama, "int:bits=8,sinks=0,window=0"):  # a child's tokens are its parent's
-        made = batch(llama, PROMPTS[:4], gen)
+    with enable(llama, "int:bits=2,sinks=0"):  # coarse: a child has a copy of its parent's window
+        made = batch(llama, PROMPTS[:4], gen, allow_block_sharing=False)
         assert all(made[i] == made[i + 1] == made[i + 2] for i in range(0, len(made), 3))
 
 

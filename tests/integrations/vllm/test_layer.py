@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from forms import slow
-from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_qkv, run
+from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_qkv, run, step
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
@@ -167,3 +167,27 @@ def test_random_sequences_share_abort_and_take_each_others_pages(text):
         if rows:
             out, right = run(layer, rows, counts, SCALE)
             assert torch.equal(out, right)
+
+
+def test_who_reads_all_stores_the_same_bytes_and_a_copied_page_has_a_copy_of_the_window():
+    pair = [make_layer("int:bits=2,sinks=0,window=8", 2, 64) for _ in range(2)]
+    first = random_qkv(80, 4, 2, 64, 1, torch.float32)
+    rows = [Row(0, 40, 0, (1, 2)), Row(40, 80, 0, (3, 4))]
+    step(pair[0], rows, first, AttendConfig())
+    k, v, cut = pair[1].read(rows, *first[1:], 96)
+    assert torch.equal(k[:80], first[1]) and torch.equal(v[:80], first[2]) and cut == {}
+    assert not k[80:].any() and torch.equal(pair[0].pages, pair[1].pages)
+    new = [torch.cat([x, x]) for x in random_qkv(1, 4, 2, 64, 2, torch.float32)]
+    for layer in pair:
+        layer.pages[4] = layer.pages[2]
+        layer.copied([2], [4])
+    rows = [Row(0, 1, 40, (1, 2)), Row(1, 2, 40, (1, 4))]
+    out, _ = step(pair[0], rows, new, AttendConfig())
+    k, v, _ = pair[1].read(rows, *new[1:], 82)
+    assert torch.equal(out[0], out[1]) and torch.equal(k[:41], k[41:])
+    assert torch.equal(k[32:40], first[1][32:40]) and not torch.equal(k[:32], first[1][:32])
+    q = new[0][:1].transpose(0, 1)
+    right = torch.nn.functional.scaled_dot_product_attention(
+        q, *(x[:41].transpose(0, 1).repeat_interleave(2, 0) for x in (k, v))
+    )
+    torch.testing.assert_close(out[:1].transpose(0, 1), right, atol=2e-4, rtol=1e-3)
