@@ -52,6 +52,8 @@ def test_nothing_is_imported_before_it_is_used():
 def test_what_is_not_there_is_told():
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'create_cahce'"):
         kvpact.create_cahce  # noqa: B018
+    with pytest.raises(ImportError, match="has no attribute 'KnormPress'; write: kvpact"):
+        from kvpact import KnormPress  # noqa: F401
     for line in [x for x in kvpact._MEANT.values() if x.startswith("from")]:
         exec(line)
     assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")

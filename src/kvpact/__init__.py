@@ -6,6 +6,7 @@ not wait for torch.
 
 from importlib import import_module
 from importlib.util import find_spec
+from sys import _getframe
 from typing import TYPE_CHECKING
 
 from kvpact import errors as errors
@@ -73,8 +74,21 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 _MEANT = {
     **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), "kvpact.enable(model)"),
+    "calibrate": "kvpact.calibration_of(model, spec, tokenizer=tokenizer)",
+    **dict.fromkeys(
+        ("delete_calibration", "list_calibrations", "remove_calibration"),
+        "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names",
+    ),
+    **dict.fromkeys(
+        ("get_num_threads", "set_num_threads"), "torch.set_num_threads(4); kvpact's are torch's"
+    ),
+    **dict.fromkeys(
+        ("PagedAttention", "PagedCache"),
+        "kvpact.PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
+        "kvpact.integrations.transformers.PagedBatch(model.config, cache)",
+    ),
     "Compressor": "kvpact.KVCacheCompressor(spec)",
-    "Press": "kvpact.integrations.transformers.pressed(model, cache, press)",
+    "Press": "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's",
     "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
     "get_codec": "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)",
     "ContiguousCache": "from kvpact.cache import ContiguousCache",
@@ -100,11 +114,15 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
 
             near = get_close_matches(name, {*_HOMES, *__all__}, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            hint = f"; write: {_MEANT[name]}" if name in _MEANT else hint
-            raise AttributeError(f"module 'kvpact' has no attribute {name!r}{hint}")
+            meant = "Press" if name.endswith("Press") else name
+            hint = f"; write: {_MEANT[meant]}" if meant in _MEANT else hint
+            # ``from kvpact import name`` looks here first, and would drop an AttributeError's text.
+            asked = _getframe(1).f_code.co_name == "_handle_fromlist"
+            error = ImportError if asked and hint else AttributeError
+            raise error(f"module 'kvpact' has no attribute {name!r}{hint}")
         globals()[name] = found
         return found
 
     def __dir__() -> list[str]:
-        own = {*globals()} - {"TYPE_CHECKING", "find_spec", "import_module"}
+        own = {*globals()} - {"TYPE_CHECKING", "_getframe", "find_spec", "import_module"}
         return sorted({*own, *_HOMES, *__all__})

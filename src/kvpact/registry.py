@@ -107,10 +107,9 @@ def find_method(name: str) -> Any:
         near = get_close_matches(name.lower(), known_names(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         bits = (re.findall("[1-6]", name) or [4])[0]
-        line = f"CompressedCache(model, 'trellis:bits={bits}')"
         raise SpecError(
             f"unknown method {name!r}{hint} Known: int, none, trellis, turboquant; more: kvpact "
-            f"methods. For {bits} bits: {line}"
+            f"methods. For {bits} bits write: 'trellis:bits={bits}'"
         )
     offers = sorted({point.value for point in points})
     if len(offers) > 1:

@@ -23,7 +23,7 @@ _ALWAYS_WRITTEN = ("bits",)
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SHORT = re.compile(r"(?:bits=|([a-z]*)[-_]?)([1-9])[-_]?(?:bits?)?")
-_EXACT = re.compile(r"(b|bfloat|float|f|fp)(16|32)|exact|full|dynamic", re.IGNORECASE)
+EXACT = re.compile(r"(b|bfloat|float|f|fp)(16|32)|exact|full|dynamic", re.IGNORECASE)
 
 RECIPE_PREFIX = "recipe:"
 """What the name of a shipped recipe begins with, where specs stand (`kvpact.recipe`)."""
@@ -152,7 +152,7 @@ def option_types(method: type) -> dict[str, type]:
 def _parse_side(text: str) -> tuple[Any, Any]:
     """Return the method for K and for V that one side names (they differ in some aliases)."""
     name, colon, rest = _spelt_out(text.strip()).partition(":")
-    if _EXACT.fullmatch(name) and name not in known_names():
+    if EXACT.fullmatch(name) and name not in known_names():
         raise SpecError(f"unknown method {name!r}; the exact cache is 'none', in any dtype")
     if "," in name and name.partition(",")[0] in known_names():
         raise SpecError(f"{text!r}: options follow a colon, write {text.replace(',', ':', 1)!r}")

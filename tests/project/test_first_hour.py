@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_configs import SIZES, gemma3
 from tiny_llama import tiny_llama
-from transformers import Gemma3ForCausalLM, LlamaForCausalLM, QuantizedCache  # noqa: F401
+from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM, QuantizedCache  # noqa: F401
 
 import kvpact
 from kvpact.errors import KVPactError
@@ -86,7 +86,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.create_cache('int4', model)": "CacheGeometry.from_config(model.config) makes one",
     "kvpact.CompressedCache(model, 'FP8')": "did you mean 'fp8'?",
     **{
-        f"kvpact.CompressedCache(model, '{name}')": "CompressedCache(model, 'trellis:bits=4')"
+        f"kvpact.CompressedCache(model, '{name}')": "For 4 bits write: 'trellis:bits=4'"
         for name in ("nf4", "fp4", "mxfp4", "q4_k_m", "hqq", "quanto", "awq", "auto", "best")
     },
     "kvpact.CompressedCache('HuggingFaceTB/SmolLM2-135M')":
@@ -110,6 +110,21 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.evaluate(model, 'trellis:bits=4')": "tokenizer=",
     "kvpact.recommend('smollm2', budget='a lot')": "such as 25%",
     "kvpact.recommend('smollm2', tokens=100)": "at least 258 tokens",
+    "kvpact.CompressedCache(model, backend='quanto')": "(model, 'int:bits=4,group=64')",
+    **{
+        f"kvpact.CompressedCache(model, {option})": hint for option, hint in {
+            "max_cache_len=9": "budget='200MB'", "n_threads=4": "torch.set_num_threads(4)",
+            "paged=True": "PagedKVCache(spec, geometry, num_pages)", "dtype='x'": "leave it out",
+            "enable_prefix_caching=True": "prefix_cache(store, model, cache)",
+            "DynamicCache()": "cache = CompressedCache(model), and run the prompt",
+            "k_bits=8": "'int:bits=8/trellis:bits=4'", "'int:bits=2', v_bits=4": "=2/int:bits=4'",
+        }.items()
+    },
+    "kvpact.evaluate(model, type('T', (), {'convert_tokens_to_ids': 0}), 'text')":
+        "'trellis:bits=4', text, tokenizer=",
+    "kvpact.Calibration(model)": "kvpact.calibration_of(model, spec, tokenizer=tokenizer)",
+    "kvpact.PagedKVCache(model, block_size=16)": "write: PagedKVCache(spec, CacheGeometry",
+    "kvpact.PrefixCache(model)": "transformers.prefix_cache(store, model, cache)",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
@@ -119,11 +134,32 @@ def test_the_error_names_the_line_to_write(line, message, model):
     assert message in str(error.value)
 
 
+TYPES = {"q8_0": "q8_0", "q4_0": "q4_0", "q4_1": "q4_0", "q5_1": "int:bits=5", "f16": "none"}
+
+
+@pytest.mark.parametrize("k", [*TYPES, None])
+@pytest.mark.parametrize("v", [*TYPES, None])
+def test_types_of_k_and_v_are_both_written(k, v, model):
+    given = {f"cache_type_{side}": text for side, text in (("k", k), ("v", v)) if text}
+    if not given:
+        return
+    with pytest.raises(KVPactError) as error:
+        kvpact.CompressedCache(model, **given)
+    assert f"'{TYPES.get(k, 'none')}/{TYPES.get(v, 'none')}'" in str(error.value)
+    unknown = [x for x in given.values() if x[-1] == "1"]
+    assert all(f"unknown method {x!r}" in str(error.value) for x in unknown)
+
+
 # A name that is not there, and what its error says.
 @pytest.mark.parametrize(("line", "hint"), {
     "kvpact.compress": "; write: kvpact.enable(model)",
     "kvpact.from_pretrained": "; write: model, tokenizer = kvpact.load_model(name)",
     "kvpact.KVCache": "; write: kvpact.CompressedCache(model); the cache without compression is",
+    "kvpact.SnapKVPress": "; write: kvpact.integrations.transformers.pressed(model, cache, press)",
+    "kvpact.calibrate": "; write: kvpact.calibration_of(model",
+    "kvpact.list_calibrations": "the folder that KVPACT_CACHE names",
+    "kvpact.PagedCache": "kvpact.PagedKVCache(spec, geometry, num_pages)",
+    "kvpact.set_num_threads": "torch.set_num_threads(4)",
     "kvpact.PagedView": "; write: from kvpact.cache import PagedView",
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
@@ -131,7 +167,9 @@ def test_the_error_names_the_line_to_write(line, message, model):
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
         "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
         "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
-        "save_pretrained": "cache.save(path)", "from_snapshot": "CompressedCache.load(path, model)",
+        "size": "cache.nbytes", "to_legacy_cache": "cache.save(path)",
+        "from_cache": "run the prompt with it", "save_pretrained": "cache.save(path)",
+        "from_snapshot": "CompressedCache.load(path, model)",
         "max_cache_len": "run prefix tuning without a cache", "nothing": "attribute 'nothing'",
     }.items()},
 }.items())  # fmt: skip

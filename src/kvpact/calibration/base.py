@@ -66,6 +66,13 @@ class Calibration:
     model: str = ""
     tokens: int = 0
 
+    def __post_init__(self) -> None:
+        layers: Any = self.layers
+        if not isinstance(layers, Mapping):
+            line = "kvpact.calibration_of(model, spec, tokenizer=tokenizer)"
+            given = type(layers).__name__
+            raise SpecError(f"{given} stands where layers should; write: {line}")
+
     def select(self, layers: Sequence[int]) -> Calibration:
         """Return the calibration of some layers, numbered from 0 in the order given."""
         held = {i: self.layers[x] for i, x in enumerate(layers) if x in self.layers}

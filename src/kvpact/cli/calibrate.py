@@ -20,7 +20,10 @@ _DEFAULTS = f"[default: {', '.join(KEPT)}; with --out {', '.join(SPECS)}]"
 
 def calibrate_command(
     model: str = options.MODEL_ARGUMENT,
-    out: Path | None = options.optional(
+    out: Path | None = typer.Option(
+        None,
+        *options.OUT,
+        show_default=False,
         dir_okay=False,
         help="File to write, for other machines; if omitted, the calibration is kept where "
         "prefixes, pages and engines find it.",

@@ -135,6 +135,9 @@ ELSEWHERE = {
     **dict.fromkeys(("bench", "compare", "plot"), _COMPARED),
     **dict.fromkeys(("env", "info"), "kvpact doctor shows this machine, kvpact methods a method"),
     **dict.fromkeys(("list", "models"), "kvpact size --list lists models, kvpact methods methods"),
+    "calibrations": "files in the folder of KVPACT_CACHE, by kvpact calibrate; delete them there",
+    "prefix": "kvpact snapshot save saves a text's cache, kvpact generate --prefix-store prefixes",
+    "help": "kvpact size --help shows the help of size, and so of every command",
     "run": "kvpact chat MODEL talks to a model, kvpact generate PROMPT continues a text",
     "serve": "vLLM, SGLang, LMCache (docs/serving.md), llama.cpp (kvpact llama-cpp) serve with it",
 }

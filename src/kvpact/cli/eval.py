@@ -30,7 +30,9 @@ def evaluate_command(
         "Tokens fed at a time, 256 if omitted, 64 with --budget; the first chunk is not scored."
     ),
     model: list[str] = options.MODELS,
-    out: Path | None = options.optional("Folder for eval.json, eval.md and plots."),
+    out: Path | None = typer.Option(
+        None, *options.OUT, show_default=False, help="Folder for eval.json, eval.md and plots."
+    ),
     force: bool = options.FORCE,
     against: str | None = options.optional(
         "Spec (or none) to compare the others with, token by token; the first if omitted."

@@ -43,6 +43,7 @@ def optional(help: str, **more: Any) -> Any:
     return typer.Option(None, help=help, show_default=False, **more)
 
 
+OUT = "--out", "-o"
 FORCE = typer.Option(False, "--force", help="Replace a file that kvpact did not write, too.")
 
 WHICH_MODEL = "smollm2, gemma3, a hub id, or the folder of a model."

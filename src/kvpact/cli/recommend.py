@@ -31,7 +31,7 @@ def recommend_command(
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = options.optional(f"Tokens of text to use; {TOKENS} if omitted."),
     out: Path = typer.Option(
-        Path("recommended"), help="Folder for recipe.toml, recommend.json and a plot."
+        Path("recommended"), *options.OUT, help="Folder for recipe.toml, recommend.json and a plot."
     ),
     force: bool = options.FORCE,
     verbose: bool = options.VERBOSE,

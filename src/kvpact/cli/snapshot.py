@@ -27,6 +27,7 @@ def save(
     file: Path | None = options.FILE,
     out: Path = typer.Option(
         Path("snapshot.safetensors"),
+        *options.OUT,
         dir_okay=False,
         help="File to write; an earlier snapshot is replaced, nothing else is.",
     ),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpact.data import book_path
+from kvpact.errors import SpecError
 from kvpact.evaluate import feed
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
@@ -163,6 +164,9 @@ def evaluate_text(
     KVPactError
         As `evaluate`, before the text is tokenised; no such model, or no tokenizer for it.
     """
+    if hasattr(specs, "convert_tokens_to_ids"):
+        line = "kvpact.evaluate(model, 'trellis:bits=4', text, tokenizer=tokenizer)"
+        raise SpecError(f"the second argument is a spec, not a tokenizer; write: {line}")
     network, tokenizer = opened(model, tokenizer)
     feed.check_sizes(tokens, chunk, feed.positions(network))
     text = book_path().read_text("utf-8") if text is None else text

@@ -59,7 +59,10 @@ def choose(backend: str = "auto", check: str = "now") -> Compute:
     and numbers beyond a method's range are looked for (see `create_cache`).
     """
     if backend not in NAMES:
-        raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
+        raise BackendUnavailable(
+            f"backend {backend!r} is not known; a backend chooses kernels ({', '.join(NAMES)}). To "
+            "quantize as quanto or HQQ do, write: CompressedCache(model, 'int:bits=4,group=64')"
+        )
     if check not in CHECKS:
         raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
     cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow

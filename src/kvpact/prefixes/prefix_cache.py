@@ -13,6 +13,7 @@ from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.layer.states import page_tokens
 from kvpact.cache.paged.sharing import page_keys, seal
 from kvpact.cache.stream.codecs import Calibration, layer_codecs
+from kvpact.callable_package import tells_names
 from kvpact.errors import (
     FormatError,
     GeometryError,
@@ -36,6 +37,7 @@ from kvpact.stores import Store, StoreWarning
 from kvpact.stores.base import Blob
 
 
+@tells_names({}, "kvpact.integrations.transformers.prefix_cache(store, model, cache)")
 class PrefixCache:
     """Prefixes in a store, in chunks of some tokens: one entry has all layers of one chunk.
 

@@ -13,6 +13,7 @@ from kvpact.cache.paged.pool import PagePool
 from kvpact.cache.paged.sequences import PagedSequences
 from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stream.codecs import Calibration, cache_specs
+from kvpact.callable_package import tells_names
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose
@@ -21,6 +22,7 @@ from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
 
+@tells_names({}, "PagedKVCache(spec, CacheGeometry.from_config(model.config), num_pages)")
 class PagedKVCache(PagedSequences):
     """Sequences on pages of packed slots.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -9,12 +10,13 @@ from os import PathLike
 from typing import Any
 
 from torch.nn import Module
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, is_recipe
-from kvpact.spec import DEFAULT_SPEC, Spec, free_options, parse_spec
+from kvpact.registry import known_names
+from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, parse_spec
 
 _OPTIONS = (
     "attention",
@@ -29,20 +31,59 @@ _OPTIONS = (
     "rungs",
     "context",
 )
-_SIDES = dict.fromkeys(("k", "key", "k_bits", "key_bits"), 0)
-_SIDES |= dict.fromkeys(("v", "value", "v_bits", "value_bits"), 1)
+_SIDES = {
+    pattern.format(side): index
+    for index, sides in enumerate((("k", "key"), ("v", "value")))
+    for side in sides
+    for pattern in ("{}", "{}_bits", "{}_dtype", "cache_type_{}", "type_{}", "{}_cache_dtype")
+}
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
 CACHE_MEANT = {
+    **dict.fromkeys(
+        ("from_cache", "from_dynamic", "from_dynamic_cache", "to_dynamic", "to_dynamic_cache"),
+        "cache = CompressedCache(model), and run the prompt with it: a DynamicCache can't be taken "
+        "over, nor made",
+    ),
+    **dict.fromkeys(
+        ("from_legacy_cache", "to_legacy_cache"),
+        "cache.save(path) keeps it; there are no legacy tuples: run the prompt with the cache",
+    ),
     "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
     "fork": "copy.deepcopy(cache)",
     "from_pretrained": "CompressedCache.load(path, model)",
     "from_snapshot": "CompressedCache.load(path, model)",
     "memory": "cache.nbytes",
     "save_pretrained": "cache.save(path)",
+    "size": "cache.nbytes",
     "summary": "print(cache), or cache.stats()",
     "truncate": "cache.crop(-count), with the number of tokens to remove",
 }
 """What to write in the place of names that a `CompressedCache` does not have."""
+_ELSEWHERE = {
+    "device": "a cache is where its model is; write: model.to({value!r}); {maker}(model)",
+    **dict.fromkeys(
+        ("compute_dtype", "dtype", "torch_dtype"), "the model's dtype is the cache's: leave it out"
+    ),
+    **dict.fromkeys(
+        ("max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"),
+        "the cache grows as needed, leave it out; for a limit in bytes write: {maker}(model, "
+        "budget='200MB')",
+    ),
+    **dict.fromkeys(
+        ("block_size", "num_pages", "page_size", "paged"),
+        "pages are held by PagedKVCache(spec, geometry, num_pages); a batch of its sequences is "
+        "kvpact.integrations.transformers.PagedBatch(model.config, cache)",
+    ),
+    **dict.fromkeys(
+        ("enable_prefix_caching", "prefix_cache", "prefix_caching"),
+        "write: kvpact.integrations.transformers.prefix_cache(store, model, cache)",
+    ),
+    **dict.fromkeys(
+        ("n_threads", "num_threads", "threads"),
+        "kvpact uses torch's threads; write: torch.set_num_threads({value!r})",
+    ),
+}
+"""What to do in the place of other libraries' options, after the name of the option."""
 
 
 def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
@@ -77,9 +118,14 @@ def unwrapped(model: Any) -> Any:
 
 def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecLike:
     """Return a call's spec, with options of its own among `named` ones; these are taken out."""
+    if isinstance(spec, Cache):
+        raise SpecError(
+            f"a {type(spec).__name__} can't be taken over; write: cache = {maker}(model), and run "
+            "the prompt with it"
+        )
     if type(spec) is int:
         spec, named["bits"] = DEFAULT_SPEC, spec
-    _refuse_sides(maker, {**spec, **named} if isinstance(spec, Mapping) else named)
+    _refuse_sides(maker, spec, {**spec, **named} if isinstance(spec, Mapping) else named)
     free: set[str] = set()
     if named.keys() - set(_OPTIONS) and isinstance(spec, str) and not is_recipe(spec):
         free = free_options(spec) | ({"bits"} if spec == DEFAULT_SPEC else set())
@@ -91,10 +137,10 @@ def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecL
             spec = spec.with_options(**{option: int(value) if str(value).isdecimal() else value})
             continue
         line = f"it has {', '.join(('spec', 'bits', *_OPTIONS))}"
-        if near := get_close_matches(name, _OPTIONS, n=1):
+        if name in _ELSEWHERE:
+            line = _ELSEWHERE[name].format(maker=maker, value=value)
+        elif near := get_close_matches(name, _OPTIONS, n=1):
             line = f"did you mean {near[0]}={value!r}?"
-        elif name == "device":
-            line = f"a cache is where its model is; write: model.to({value!r}); {maker}(model)"
         elif isinstance(value, str):
             line += f"; write: {maker}(model, {(_known(value) or DEFAULT_SPEC)!r})"
         elif text := _known(spec, **{_MEANT.get(name, name): value}):
@@ -106,16 +152,27 @@ def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecL
     return spec  # type: ignore[return-value]
 
 
-def _refuse_sides(maker: str, given: Mapping[Any, Any]) -> None:
+def _refuse_sides(maker: str, spec: Any, given: Mapping[Any, Any]) -> None:
     """Raise `SpecError` where K and V have options of their own, and write their spec."""
-    sides = ["int:bits=8", "int:bits=4"]
     found = [x for x in given if x in _SIDES and isinstance(given[x], str | int)]
+    if not found:
+        return
+    # Of llama.cpp, whose types these are, a side without one is exact.
+    exact = any("type" in str(name) for name in found) or isinstance(spec, Mapping)
+    sides, unknown = ["none" if exact else _known(spec).partition("/")[0] or DEFAULT_SPEC] * 2, ""
     for name in found:
         text = str(given[name])
-        sides[_SIDES[name]] = f"int:bits={text}" if text.isdecimal() else text
-    if found:
-        line = f"{maker}(model, {'/'.join(sides)!r})"
-        raise SpecError(f"one spec has a method for K and one for V, after a slash; write: {line}")
+        text = f"int:bits={text}" if text.isdecimal() else text
+        text = "none" if EXACT.fullmatch(text) else text
+        if not _known(text):
+            near = get_close_matches(text, known_names(), n=1)
+            unknown += f"unknown method {text!r}; "
+            text = near[0] if near else f"int:bits={(re.findall('[2-8]', text) or [4])[0]}"
+        sides[_SIDES[name]] = text
+    line = f"{maker}(model, {'/'.join(sides)!r})"
+    raise SpecError(
+        f"{unknown}one spec has a method for K and one for V, after a slash; write: {line}"
+    )
 
 
 def _known(spec: Any, **options: Any) -> str:
