@@ -251,9 +251,14 @@ def make_manager(
         raise EnableError(
             "continuous batching over compressed pages has run on CPUs alone: disable(model) first"
         )
-    if FULL_ATTENTION not in (types := group_layers_by_attn_type(config)):
-        raise EnableError(f"no layer of {type(model).__name__} has full attention: disable(model)")
-    specs, layers = served_specs(specs), types[FULL_ATTENTION]
+    types = group_layers_by_attn_type(config)
+    layers = types.get(FULL_ATTENTION, [])
+    if not layers or layers[-1] >= len(specs):
+        raise EnableError(
+            f"{type(model).__name__} has no layers with full attention, or some that share K and "
+            "V: disable(model) before it batches"
+        )
+    specs = served_specs(specs)
     heads, dim = find_num_key_value_heads(config), find_head_dim(config)
     held = learning(specs) and (calibration or calibration_of(model, learning(specs)))
     known = Known(held, "calibration") if isinstance(held, Calibration) else None
