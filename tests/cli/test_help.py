@@ -45,6 +45,19 @@ def test_h_is_help(name):
     assert good(*name.split(), "-h") == good(*name.split(), "--help") != ""
 
 
+@pytest.mark.parametrize(("typed", "told"), [
+    ("size smollm2 --context 32k", "write: kvpact size … --tokens VALUE"),
+    ("size smollm2 --kv-cache-dtype fp8", "write: kvpact size … SPEC"),
+    ("size --model smollm2", "write: kvpact size … MODEL"),
+    ("recommend smollm2 --memory 8GB", "write: kvpact recommend … --budget VALUE"),
+    ("eval --dataset wikitext", "write: kvpact eval … --text VALUE"),
+    ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
+    ("generate smollm2 hello", "a model is named by --model"),
+])  # fmt: skip
+def test_what_other_tools_call_an_option_is_told(typed, told):
+    assert told in bad(*typed.split())
+
+
 @pytest.mark.parametrize("word", ELSEWHERE)
 def test_words_of_other_tools_name_the_command(word):
     told = bad(word)

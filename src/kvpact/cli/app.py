@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, ELSEWHERE, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, CommandEntry
 from kvpact.errors import KVPactError
 
 
@@ -126,7 +126,14 @@ def _message(error: Exception) -> str:
 
 def _usage(error: Any) -> str:
     text = str(error.format_message()).rstrip(".")
-    context = getattr(error, "ctx", None)
+    context, option = getattr(error, "ctx", None), str(getattr(error, "option_name", ""))
+    params = [] if context is None else context.command.params
+    names = {word for x in params for word in (*str(x.metavar or x.name).upper().split(), *x.opts)}
+    if meant := next((name for name in MEANT.get(option, ()) if name in names), ""):
+        value = f"{meant} VALUE" if meant.startswith("-") else meant
+        return f"No such option: {option}; write: {error.ctx.command_path} … {value}"
+    if "unexpected extra argument" in text and "--model" in names:
+        return f"{text}; a model is named by --model"
     return text + (f"; see {context.command_path} --help" if context is not None else "")
 
 

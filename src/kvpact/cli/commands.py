@@ -142,3 +142,23 @@ ELSEWHERE = {
     "serve": "vLLM, SGLang, LMCache (docs/serving.md), llama.cpp (kvpact llama-cpp) serve with it",
 }
 """Words that are looked for as commands, and which commands do that."""
+
+_MEANT = {
+    "MODEL --model": "--model -m --model-path --pretrained",
+    "SPECS SPEC --spec": "--spec --kv-cache-dtype --cache-dtype --cache-type-k --method --bits",
+    "PROMPT TEXT": "--prompt -p --text",
+    "--text --file": "--dataset --data --corpus --file --text -f",
+    "--tokens --context": "--context --ctx-size -c --max-model-len --seq-len --max-cache-len",
+    "--batch": "--batch-size -b --max-num-seqs --parallel",
+    "--budget": "--memory --max-memory --size --limit",
+    "--max-new-tokens --new-tokens": "--max-tokens --n-predict --num-tokens -n",
+    "--out": "--output --output-dir --outfile",
+    "--threads": "--n-threads --num-threads -t",
+    "--prefix-store": "--enable-prefix-caching --prompt-cache --store",
+}
+MEANT = {
+    name: " ".join(here for here, other in _MEANT.items() if name in other.split()).split()
+    for names in _MEANT.values()
+    for name in names.split()
+}
+"""Options of other tools and commands -> arguments and options that may be meant."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpact.cli.console import note
-from kvpact.data import book_path
+from kvpact.data import book_path, model_table
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.files import is_of_others
 from kvpact.integrations.sizes import dtype_of
@@ -128,7 +128,10 @@ def require(*packages: str, extra: str) -> None:
 def candidate_of(spec: str, sliding: str | None = None, budget: str | None = None) -> Candidate:
     """Return a spec or recipe; a bad spec or budget is refused now, before a model is loaded."""
     from kvpact.evaluate import Candidate
+    from kvpact.integrations.models import PACKAGED
 
+    if spec in PACKAGED or spec in model_table()["models"] or Path(spec, "config.json").exists():
+        raise InputError(f"{spec!r} is a model and no spec; write: {DEFAULT_SPEC} --model {spec}")
     if budget is not None:
         from kvpact.cache.budget.budget import budget_of
 
