@@ -9,14 +9,14 @@ from transformers import LlamaConfig
 from kvpact import CompressedCache, calibration_of
 from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
 from kvpact.data import book_path
-from kvpact.errors import SpecError
+from kvpact.errors import SpecError, StoreError
 from kvpact.integrations import calibrations
 from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.transformers import calibrate, prefix_cache
 from kvpact.integrations.transformers.attention import learnt
 from kvpact.integrations.transformers.versions import named
 from kvpact.spec import parse_spec
-from kvpact.stores import MemoryStore
+from kvpact.stores import MemoryStore, StoreWarning
 
 DEFAULT = parse_spec("trellis:bits=4")
 
@@ -110,6 +110,18 @@ def test_machines_that_share_a_store_share_the_calibration(model, made, monkeypa
         first = calibration_of(model, tokenizer=Letters(), store=store)
         monkeypatch.setenv("KVPACT_CACHE", str(tmp_path / "another machine"))
         assert equal(states(calibration_of(model, store=store)), states(first))
+    assert len(made) == 1
+
+
+def test_a_store_that_can_not_write_leaves_a_machine_its_own(model, made, monkeypatch):
+    def refuse(*_):
+        raise StoreError("no room")
+
+    with MemoryStore() as store:
+        monkeypatch.setattr(store, "put", refuse)
+        with pytest.warns(StoreWarning, match="no calibration: no room"):
+            found = calibration_of(model, tokenizer=Letters(), store=store)
+        assert equal(states(found), states(calibration_of(model)))
     assert len(made) == 1
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,12 @@ import torch
 
 from kvpact.calibration import Calibration
 from kvpact.calibration.base import VERSION
-from kvpact.errors import FormatError, IntegrityError, SpecError
+from kvpact.errors import FormatError, IntegrityError, SpecError, StoreError
 from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.models import first_line, model_cache_dir, require
 from kvpact.methods.fitted import FittedCodec, KeysThatLearn
 from kvpact.spec import Spec
-from kvpact.stores import Store
+from kvpact.stores import Store, StoreWarning
 
 TOKENS = 4096
 """Tokens of the shipped text that a calibration learns from."""
@@ -127,16 +128,23 @@ def _unkept(path: Path, error: OSError) -> SpecError:
 def shared(
     store: Store, fingerprint: str, specs: Sequence[Spec], make: Callable[[], Calibration]
 ) -> Calibration:
-    """Return the calibration that a store has, which gets this machine's where it has none."""
+    """Return the calibration that a store has, which gets this machine's where it has none.
+
+    A store that keeps nothing, or can't be reached, leaves each machine its own: their prefixes
+    have unlike keys then, if the calibrations differ.
+    """
     text = f"calibration/{fingerprint}/{name_of(specs)}"
     key = hashlib.blake2b(text.encode(), digest_size=32).digest()
     blob = store.get(key)
-    if blob is None:
-        store.put(key, make().to_bytes())
+    if blob is not None:
+        return Calibration.from_bytes(blob)
+    made = make()
+    try:
+        store.put(key, made.to_bytes())
         blob = store.get(key)  # another machine's, perhaps, from now on
-    if blob is None:
-        raise SpecError(f"{store!r} keeps no calibration: make the cache with calibration=")
-    return Calibration.from_bytes(blob)
+    except StoreError as error:
+        warnings.warn(f"the store has no calibration: {error}", StoreWarning, stacklevel=4)
+    return made if blob is None else Calibration.from_bytes(blob)
 
 
 def of_files(folder: Path, specs: Sequence[Spec]) -> Calibration:

@@ -278,15 +278,11 @@ def _loaded(name: str) -> PreTrainedConfig:
         if name.endswith((".json", ".toml")):
             raise GeometryError(f"there is no file {name!r}; give a config.json or a model's name")
         if _is_spec(name):
-            raise GeometryError(
-                f"{name!r} is a spec and no model; give a model first, such as 'qwen3-8b', or "
-                "numbers: layers, KV heads and the width of a head"
-            )
+            wanted = "give a model first, such as 'qwen3-8b', or numbers: layers, KV heads, width"
+            raise GeometryError(f"{name!r} is a spec and no model; {wanted}")
         if "/" not in name:
-            raise GeometryError(
-                f"no model {name!r} is known{known}; `kvpact size --list` lists all, and a hub's "
-                "ids are owner/name"
-            )
+            listed = "`kvpact size --list` lists all, and a hub's ids are owner/name"
+            raise GeometryError(f"no model {name!r} is known{known}; {listed}")
     from kvpact.integrations.models import load_config
 
     try:
