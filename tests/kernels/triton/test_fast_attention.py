@@ -52,7 +52,7 @@ def test_formats(monkeypatch, spec):
     *slow(PAIRS[0], *PAIRS[2:6], *PAIRS[7:], *INTEGERS[:2], INTEGERS[3], *MORE, *SLOW),
 ])  # fmt: skip
 def test_the_order_of_older_versions(monkeypatch, spec):
-    calls = decode_calls(monkeypatch, spec, 150, (1, 1, 4, 1, 128))
+    calls = decode_calls(monkeypatch, spec, 270, (1, 1, 4, 1, 128))
     assert error(calls, parts=2, kw=8) < BOUND
 
 

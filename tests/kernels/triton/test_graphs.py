@@ -53,11 +53,10 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
         caches[1].verify()
 
 
-@pytest.mark.slow
 def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backend):
     model = tiny_llama(128).to(DEVICE)
     ids = torch.randint(0, 64, (1, 90), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    given = (model, "kivi:bits=4,group=32")
+    given = (model, "kivi:bits=4,group=32,sinks=0,window=32")
     caches = [CompressedCache(*given, backend=x, check="deferred") for x in ("torch", "triton")]
     with torch.no_grad():
         for cache in caches:
@@ -76,7 +75,8 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
         if (steps.replays, steps.captures) == (done[0] + 1, done[1]):
             assert not reads.counts
         assert (found - expected).norm() <= 1e-3 * expected.norm()
-    assert (steps.replays, steps.captures) == (3, 2)
+    # Where a group was packed exact tokens lie elsewhere: the graph of before is not replayed.
+    assert (steps.replays, steps.captures) == (4, 3)
 
 
 def test_a_machine_without_triton_is_told(monkeypatch):

@@ -116,6 +116,7 @@ class DecodeGraph:
             after = [counted(layer, 1) for layer in layers]
             if None in after:
                 logits = self._as_ever(ids)
+                self._follow(layers)
             else:
                 if self._replay is None:
                     self._capture(layers, ids)
@@ -187,11 +188,6 @@ class DecodeGraph:
         before = [layer._held for layer in layers]
         runners = _runners(layers)
 
-        def place() -> None:
-            for layer, runner in zip(layers, runners, strict=True):
-                k, v = layer.streams()
-                runner.place(layer.length, (k.tail_start, k.memory), (v.tail_start, v.memory))
-
         def step() -> None:
             for runner in runners:
                 runner.frozen = True
@@ -204,15 +200,22 @@ class DecodeGraph:
                     layer._held = then
 
         # Nothing may be loaded or sent for the first time during a capture.
-        place()
+        _place(layers)
         step()
         for layer, runner, then in zip(layers, runners, before, strict=True):
             rewind(layer, then)
             runner.forget()
-        place()
+        _place(layers)
         self._replay = _captured(step, ids.device)
         self.captures += 1
         self._placed = _placed(layers)
+
+    def _follow(self, layers: list[CacheLayer]) -> None:
+        """Send where a step that packed left exact tokens; a graph of before knows other places."""
+        if len(_runners(layers)) == len(layers):
+            _place(layers)
+            if self._placed != _placed(layers):
+                self._replay = None
 
     def _replayed(self, layers: list[CacheLayer], after: list[Held | None], ids: Tensor) -> Tensor:
         assert self._replay is not None
@@ -257,6 +260,13 @@ def _early(layer: CacheLayer) -> bool:
     ends = (stream.sink_positions(layer.padding)[1] for stream in layer.streams())
     ready = all(stream.codec.ready for stream in layer.streams())
     return not ready or any(end > layer.length for end in ends)
+
+
+def _place(layers: list[CacheLayer]) -> None:
+    """Send where the layers' tokens lie, unless the device has it."""
+    for layer, runner in zip(layers, _runners(layers), strict=True):
+        k, v = layer.streams()
+        runner.place(layer.length, (k.tail_start, k.memory), (v.tail_start, v.memory))
 
 
 def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
