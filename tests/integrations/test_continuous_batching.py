@@ -2,10 +2,12 @@
 
 import gc
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from by_path import module_at
 from packaging.version import Version
 from tiny_configs import SIZES, gemma3
 from transformers import GenerationConfig, LlamaConfig
@@ -126,6 +128,29 @@ def test_cancelled_requests_leave_their_pages_to_others(llama):
             found[int(one.request_id)] = one.generated_tokens
         made.stop(block=True)
     assert found == {i: wanted[i % 8] for i in found}
+
+
+@packed
+def test_stats_count_requests_and_what_their_pages_hold(llama):
+    with enable(llama, "int:bits=8,sinks=0,window=0") as enabled:
+        batch(llama, PROMPTS[:2])
+        told = enabled.stats()
+        allocator = pool(llama)[0].layer_to_allocator[0]
+    assert (told["calls"], told["tokens"]) == (2, 10 + 33 + 2 * (NEW - 1))
+    assert told["most_bytes"] == 3 * allocator.bytes_per_block  # blocks of 32 tokens: 1 and 2
+    shape = allocator.num_key_value_heads * allocator.head_dim
+    assert told["exact_bytes"] == 3 * 32 * 2 * 2 * shape * 4  # tokens, layers, sides, numbers
+    assert told["backends"] == ["cpu"] and told["fallbacks"] == {}
+
+
+@packed
+def test_the_example_compares_equal_memory(llama):
+    example = module_at(Path(__file__).parents[2] / "examples" / "generate_batch.py")
+    rows = example.compare(llama, PROMPTS, "int:bits=8,sinks=0,window=0", NEW, 8, 32)
+    assert rows["tokens with 'none'"] == "equal" and rows["room, plain"] == 8 * 32
+    assert rows["room, compressed"] == -(-8 * 64 // 18) * 32  # bytes of a head's K: fp32, packed
+    assert rows["most bytes held"] < rows["of the same, exact"]
+    assert not hasattr(llama, "_cached_continuous_batching_manager")
 
 
 @packed
