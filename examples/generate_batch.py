@@ -52,9 +52,7 @@ def compare(
     with enable(model, spec) as enabled:
         packed, packed_room = generate(model, prompts, *shape)
         told = enabled.stats()
-    same = sum(
-        a == b for x, y in zip(plain, packed, strict=True) for a, b in zip(x, y, strict=True)
-    )
+    pairs = [ab for xy in zip(plain, packed, strict=True) for ab in zip(*xy, strict=True)]
     return {
         "tokens with 'none'": "equal" if exact == plain else "DIFFERENT",
         f"with {spec}": f"{sum(a == b for a, b in pairs)} of {len(pairs)} equal",

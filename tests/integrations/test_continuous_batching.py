@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,20 @@ def test_a_recipe_has_pages_of_unlike_sizes_and_windows_stay_exact(llama, make_m
     with enable(gemma, "none"):
         assert batch(gemma) == wanted
         assert pool(gemma)[1].attention_mask is not None
+    with enable(gemma, INT8):
+        assert batch(gemma, num_blocks=12, max_batch_tokens=64) == wanted
+
+
+@packed
+@pytest.mark.parametrize(("packed", "others", "block"), [
+    (101_370, 0, 101_376), (101_370, 15 << 18, 102_400), (101_370, 15 << 17, 102_400),
+    (101_370, 15 << 20, 30 << 12), (7000, 2048, 7168),
+], ids=["alone", "gemma3, fp32", "gemma3, bf16", "large ones", "few others"])  # fmt: skip
+def test_blocks_of_unlike_layers_divide_sectors_that_are_not_large(packed, others, block):
+    from kvpact.integrations.transformers.batching import _block_bytes
+
+    assert _block_bytes(packed, others) == block
+    assert not others or lcm(block, others) <= max(32 << 20, others)
 
 
 @packed

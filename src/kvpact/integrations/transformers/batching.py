@@ -54,6 +54,9 @@ _PAGES = "the pages of continuous batching"
 _WINDOWS = 128
 """Requests at most that have windows; of more at a time, those that came last."""
 
+_SECTOR = 32 << 20
+"""Bytes of a sector, of which a pool has two in vain, where blocks fit better in larger ones."""
+
 
 class Served(NamedTuple):
     """What the layers of a model hold, by their numbers; `windows`: requests that have some.
@@ -79,6 +82,19 @@ class Served(NamedTuple):
         return int(self.windows * token * sum(widths))
 
 
+def _block_bytes(packed: int, others: int) -> int:
+    """Return the bytes of a block, of which few are a sector together with the `others`' blocks."""
+    packed += -packed % TILE
+    if not others:
+        return packed
+    most, sizes = max(1, _SECTOR // others), []
+    for parts in range(1, packed // others + 1 + most):
+        sector = parts * others
+        counts = range(sector // packed, 0, -1)
+        sizes += [sector // n for n in counts if sector % (n * TILE) == 0][:1]
+    return next((size for size in sizes if size <= 1.05 * packed), min(sizes))
+
+
 class PackedAllocator(FullAttentionCacheAllocator):
     """Blocks of packed pages, of a layer each; `served`: what each layer of the model holds."""
 
@@ -100,15 +116,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self._served, self._forms = served, served.forms(layer_indices, page_size)
         sizes = [num_key_value_heads * page_size * form.content for form in self._forms]
         self._places = [sum(sizes[:i]) for i in range(len(sizes))]
-        # A page of the middle size: those of a block lie in it one after another.
-        page = -(-sum(sizes) // len(sizes))
+        page = self.get_bytes_per_page(num_key_value_heads, self.head_dim, cache_dtype, page_size)
+        self._exact = page * len(layer_indices)
+        # To transformers a block is one page; those of the layers lie in it one after another.
         self._before_cache_tensor_init(
             index=index,
-            layer_indices=layer_indices,
+            layer_indices=layer_indices[:1],
             tokens_per_page=page_size,
-            bytes_per_page=-(-page // TILE) * TILE,
+            bytes_per_page=_block_bytes(sum(sizes), page * config.num_hidden_layers - self._exact),
             allow_block_sharing=allow_block_sharing,
         )
+        self.layer_indices = layer_indices
         self._batch: tuple[Tensor | None, list[Row]] = (None, [])
         self._lengths: dict[str, int] = {}
 
@@ -153,11 +171,9 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def _count(self) -> None:
         """Tell what requests hold now, those blocks that they share once."""
         served, held = self._served, len(set().union(*self.block_table.values()))
-        heads, dim = served.shape
-        exact = 2 * heads * dim * self.cache_dtype.itemsize * self.tokens_per_block * held
         windows = served.window_bytes() * min(len(self.block_table), served.windows)
         nbytes = held * self.bytes_per_block + windows // served.windows
-        served.calls.add(0, nbytes, exact, None)
+        served.calls.add(0, nbytes, held * self._exact, None)
 
     def _forget(self, blocks: list[int]) -> None:
         for layer in self.layers.values():
