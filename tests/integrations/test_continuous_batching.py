@@ -2,10 +2,13 @@
 
 import gc
 import threading
+from math import lcm
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from by_path import module_at
 from packaging.version import Version
 from tiny_configs import SIZES, gemma3
 from transformers import GenerationConfig, LlamaConfig
@@ -129,6 +132,29 @@ def test_cancelled_requests_leave_their_pages_to_others(llama):
 
 
 @packed
+def test_stats_count_requests_and_what_their_pages_hold(llama):
+    with enable(llama, "int:bits=8,sinks=0,window=0") as enabled:
+        batch(llama, PROMPTS[:2])
+        told = enabled.stats()
+        allocator = pool(llama)[0].layer_to_allocator[0]
+    assert (told["calls"], told["tokens"]) == (2, 10 + 33 + 2 * (NEW - 1))
+    assert told["most_bytes"] == 3 * allocator.bytes_per_block  # blocks of 32 tokens: 1 and 2
+    shape = allocator.num_key_value_heads * allocator.head_dim
+    assert told["exact_bytes"] == 3 * 32 * 2 * 2 * shape * 4  # tokens, layers, sides, numbers
+    assert told["backends"] == ["cpu"] and told["fallbacks"] == {}
+
+
+@packed
+def test_the_example_compares_equal_memory(llama):
+    example = module_at(Path(__file__).parents[2] / "examples" / "generate_batch.py")
+    rows = example.compare(llama, PROMPTS, "int:bits=8,sinks=0,window=0", NEW, 8, 32)
+    assert rows["tokens with 'none'"] == "equal" and rows["room, plain"] == 8 * 32
+    assert rows["room, compressed"] == -(-8 * 64 // 18) * 32  # bytes of a head's K: fp32, packed
+    assert rows["most bytes held"] < rows["of the same, exact"]
+    assert not hasattr(llama, "_cached_continuous_batching_manager")
+
+
+@packed
 def test_packed_slots_are_attended_as_they_are_decompressed(llama, make_model, fallbacks):
     ids = torch.tensor([PROMPTS[5]])
     with torch.no_grad():
@@ -211,6 +237,20 @@ def test_a_recipe_has_pages_of_unlike_sizes_and_windows_stay_exact(llama, make_m
     with enable(gemma, "none"):
         assert batch(gemma) == wanted
         assert pool(gemma)[1].attention_mask is not None
+    with enable(gemma, INT8):
+        assert batch(gemma, num_blocks=12, max_batch_tokens=64) == wanted
+
+
+@packed
+@pytest.mark.parametrize(("packed", "others", "block"), [
+    (101_370, 0, 101_376), (101_370, 15 << 18, 102_400), (101_370, 15 << 17, 102_400),
+    (101_370, 15 << 20, 30 << 12), (7000, 2048, 7168),
+], ids=["alone", "gemma3, fp32", "gemma3, bf16", "large ones", "few others"])  # fmt: skip
+def test_blocks_of_unlike_layers_divide_sectors_that_are_not_large(packed, others, block):
+    from kvpact.integrations.transformers.batching import _block_bytes
+
+    assert _block_bytes(packed, others) == block
+    assert not others or lcm(block, others) <= max(32 << 20, others)
 
 
 @packed

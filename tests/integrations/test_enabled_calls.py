@@ -96,15 +96,18 @@ def test_a_part_of_a_larger_module_is_pickled_without_hooks(llama):
 
 def test_stats_are_of_the_calls_that_are_over(llama, prompt, greedy):
     enabled = enable(llama, COARSE)
-    empty = {"calls": 0, "tokens": 0, "most_bytes": 0, "backends": [], "fallbacks": {}}
+    sizes = {"most_bytes": 0, "exact_bytes": 0}
+    empty = {"calls": 0, "tokens": 0, **sizes, "backends": [], "fallbacks": {}}
     assert enabled.stats() == empty
     out = llama.generate(**prompt, **greedy, return_dict_in_generate=True)
     assert enabled.stats() == {**empty, "calls": 1}
     cache = cache_of(out)
     rows, length, nbytes = out.sequences.shape[0], cache.get_seq_length(), cache.nbytes
+    exact = round(nbytes / (1 - cache.saved))
     del out, cache
     one = enabled.stats()
     assert one["tokens"] == rows * length and one["most_bytes"] == nbytes
+    assert one["exact_bytes"] == exact > nbytes
     assert one["backends"] == ["cpu"] and one["fallbacks"] == {}
     llama.generate(prompt["input_ids"][:1], **greedy)
     two = enabled.stats()

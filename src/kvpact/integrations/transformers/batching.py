@@ -44,6 +44,7 @@ from kvpact.integrations.transformers.attention.forward import Loan, choose_atte
 from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.held.handles import new_pair
 from kvpact.integrations.transformers.held.paged_tokens import PagedTokens
+from kvpact.integrations.transformers.served import ServedCalls
 from kvpact.integrations.transformers.versions import rebound
 from kvpact.kernels import Plan, choose
 from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
@@ -53,17 +54,21 @@ _PAGES = "the pages of continuous batching"
 _WINDOWS = 128
 """Requests at most that have windows; of more at a time, those that came last."""
 
+_SECTOR = 32 << 20
+"""Bytes of a sector, of which a pool has two in vain, where blocks fit better in larger ones."""
+
 
 class Served(NamedTuple):
     """What the layers of a model hold, by their numbers; `windows`: requests that have some.
 
-    `shape`: KV heads and width.
+    `shape`: KV heads and width; `calls`: where requests are counted.
     """
 
     specs: list[Spec]
     plans: list[Plan]
     windows: int
     shape: tuple[int, int]
+    calls: ServedCalls
 
     def forms(self, layers: Sequence[int], tokens: int) -> list[PageForm]:
         """Return the forms of some layers' pages. Raises `GeometryError`."""
@@ -75,6 +80,19 @@ class Served(NamedTuple):
         widths = [width + SLACK for spec in self.specs if (width := spec.key.window)]
         token = 2 * self.shape[0] * self.shape[1] * self.plans[0].k.dtype.itemsize
         return int(self.windows * token * sum(widths))
+
+
+def _block_bytes(packed: int, others: int) -> int:
+    """Return the bytes of a block, of which few are a sector together with the `others`' blocks."""
+    packed += -packed % TILE
+    if not others:
+        return packed
+    most, sizes = max(1, _SECTOR // others), []
+    for parts in range(1, packed // others + 1 + most):
+        sector = parts * others
+        counts = range(sector // packed, 0, -1)
+        sizes += [sector // n for n in counts if sector % (n * TILE) == 0][:1]
+    return next((size for size in sizes if size <= 1.05 * packed), min(sizes))
 
 
 class PackedAllocator(FullAttentionCacheAllocator):
@@ -98,16 +116,19 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self._served, self._forms = served, served.forms(layer_indices, page_size)
         sizes = [num_key_value_heads * page_size * form.content for form in self._forms]
         self._places = [sum(sizes[:i]) for i in range(len(sizes))]
-        # A page of the middle size: those of a block lie in it one after another.
-        page = -(-sum(sizes) // len(sizes))
+        page = self.get_bytes_per_page(num_key_value_heads, self.head_dim, cache_dtype, page_size)
+        self._exact = page * len(layer_indices)
+        # To transformers a block is one page; those of the layers lie in it one after another.
         self._before_cache_tensor_init(
             index=index,
-            layer_indices=layer_indices,
+            layer_indices=layer_indices[:1],
             tokens_per_page=page_size,
-            bytes_per_page=-(-page // TILE) * TILE,
+            bytes_per_page=_block_bytes(sum(sizes), page * config.num_hidden_layers - self._exact),
             allow_block_sharing=allow_block_sharing,
         )
+        self.layer_indices = layer_indices
         self._batch: tuple[Tensor | None, list[Row]] = (None, [])
+        self._lengths: dict[str, int] = {}
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -132,13 +153,27 @@ class PackedAllocator(FullAttentionCacheAllocator):
         """Give a request the blocks that it needs."""
         had = len(self.block_table.get(request_id, ()))
         super().allocate_cache_to_request(request_id, past_length, query_length)
-        self._forget(self.block_table[request_id][had:])
+        if request_id not in self._lengths:
+            self._served.calls.begin()
+        self._lengths[request_id] = past_length + query_length
+        if new := self.block_table[request_id][had:]:
+            self._forget(new)
+            self._count()
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Take a request's blocks back; its window is free for another."""
         last = self.block_table.get(request_id, [])[-1:]
         super().free_blocks(request_id, no_cache)
         self._forget(last)
+        compute = self._served.plans[0].compute
+        self._served.calls.add(self._lengths.pop(request_id, 0), 0, 0, compute)
+
+    def _count(self) -> None:
+        """Tell what requests hold now, those blocks that they share once."""
+        served, held = self._served, len(set().union(*self.block_table.values()))
+        windows = served.window_bytes() * min(len(self.block_table), served.windows)
+        nbytes = held * self.bytes_per_block + windows // served.windows
+        served.calls.add(0, nbytes, held * self._exact, None)
 
     def _forget(self, blocks: list[int]) -> None:
         for layer in self.layers.values():
@@ -241,10 +276,12 @@ def make_manager(
     specs: Sequence[Spec],
     calibration: Calibration | None,
     backend: str,
+    calls: ServedCalls,
 ) -> Any:
     """Return the manager that `method` makes, with packed pages.
 
-    `calibration`: None to find or make the model's. Raises `EnableError`, `SpecError`.
+    `calibration`: None to find or make the model's; `calls` counts requests. Raises `EnableError`,
+    `SpecError`.
     """
     config = model.config.get_text_config(decoder=True)
     if model.device.type != "cpu":
@@ -275,7 +312,8 @@ def make_manager(
     if hasattr(manager, "packed"):
         return manager  # which was kept
     given = manager.continuous_batching_config
-    served = Served(specs, plans, min(given.max_requests_per_batch, _WINDOWS), (heads, dim))
+    windows = min(given.max_requests_per_batch, _WINDOWS)
+    served = Served(specs, plans, windows, (heads, dim), calls)
     try:
         served.forms(layers, given.page_size)
         if manager.batch_processor is not None or manager.distributed_helper.tp_size > 1:

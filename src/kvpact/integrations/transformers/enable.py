@@ -122,7 +122,7 @@ class _Batching(_Hook):
 
         maker, method = vars(self.model)[PREPARE], partial(self.method, *args, **kwargs)
         known, backend = maker.options["calibration"], maker.options.get("backend", "auto")
-        return make_manager(self.model, method, maker.layers, known, backend)
+        return make_manager(self.model, method, maker.layers, known, backend, maker.served)
 
     def remove(self, model: PreTrainedModel) -> None:
         super().remove(model)
@@ -229,9 +229,14 @@ class Enabled(AbstractContextManager["Enabled"]):
         """Return what the model's calls of `generate` have taken since it was enabled.
 
         Returns ``calls``; and of the caches of all calls that are over: ``tokens`` in all rows
-        together, ``most_bytes`` that one of them held in the end, ``backends`` that computed, and
-        ``fallbacks``, ``operation: backend`` -> why no better backend. A call is over when its
-        cache is freed. All are zero where the model is no longer enabled.
+        together, ``most_bytes`` that one of them held in the end, ``exact_bytes`` that an exact one
+        had held then, ``backends`` that computed, and ``fallbacks``, ``operation: backend`` -> why
+        no better backend. A call is over when its cache is freed. All are zero where the model is
+        no longer enabled.
+
+        Each request of continuous batching is a call, which is over when its pages are given back
+        (one that was evicted counts again), and a pool is a cache that holds what its packed pages
+        and windows have at a time.
         """
         hook = vars(self.model).get(PREPARE)
         return (hook.served if isinstance(hook, _CacheMaker) else ServedCalls()).stats()

@@ -14,6 +14,7 @@ from transformers import Cache
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.model.fallback import warn
 from kvpact.integrations.transformers.versions import CACHE, given_cache
+from kvpact.kernels import Compute
 
 
 class ServedCalls:
@@ -22,27 +23,37 @@ class ServedCalls:
     def __init__(self) -> None:
         # A cache may be freed by the garbage collector within these very functions.
         self._lock = threading.RLock()
-        self._calls = self._tokens = self._most = 0
+        self._calls = self._tokens = self._most = self._exact = 0
         self._backends: set[str] = set()
         self._fallbacks: dict[str, str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServedCalls:
         return ServedCalls()
 
-    def watch(self, cache: CompressedCache) -> None:
-        """Count a call, and in the end what its cache held."""
+    def begin(self) -> None:
+        """Count a call of `generate`, or a request of a batch."""
         with self._lock:
             self._calls += 1
+
+    def watch(self, cache: CompressedCache) -> None:
+        """Count a call, and in the end what its cache held."""
+        self.begin()
         held = object.__new__(type(cache))
         held.__dict__ = cache.__dict__
         finalize(cache, self._add, held).atexit = False
 
     def _add(self, cache: CompressedCache) -> None:
-        summary, compute = cache._summary(), cache._shared.compute
+        found, compute = cache._summary(), cache._shared.compute
+        tokens = found.rows * found.tokens
+        self.add(tokens, found.nbytes, found.exact, compute if tokens else None)
+
+    def add(self, tokens: int, nbytes: int, exact: int, compute: Compute | None) -> None:
+        """Add tokens of what is over; the bytes that something held, and those of an exact one."""
         with self._lock:
-            self._tokens += summary.rows * summary.tokens
-            self._most = max(self._most, summary.nbytes)
-            if compute is not None and summary.tokens:
+            self._tokens += tokens
+            if nbytes > self._most:
+                self._most, self._exact = nbytes, exact
+            if compute is not None:
                 self._backends.update(compute.name.split(", "))
                 self._fallbacks |= compute.stats()["reasons"]
 
@@ -53,6 +64,7 @@ class ServedCalls:
                 "calls": self._calls,
                 "tokens": self._tokens,
                 "most_bytes": self._most,
+                "exact_bytes": self._exact,
                 "backends": sorted(self._backends),
                 "fallbacks": dict(self._fallbacks),
             }
