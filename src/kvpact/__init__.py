@@ -72,9 +72,30 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_LINES = {
+    "CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
+    "DynamicCache HQQQuantizedCache QuantizedCache QuantoQuantizedCache",
+    "CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache",
+    "CompressedCache(model, backend='torch')": "set_backend",
+    "CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
+    "KVCacheCompressor(spec)": "Compressor",
+    "PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
+    "kvpact.integrations.transformers.PagedBatch(model.config, cache)": "PagedAttention PagedCache",
+    "__version__": "version",
+    "calibration_of(model, spec, tokenizer=tokenizer)": "calibrate",
+    "data.book_path().read_text('utf-8'), a novel; or a text of yours": "load_dataset",
+    "data.model_table()['models'], those that kvpact.size knows": "list_models",
+    "enable(model)": "apply compress get_kvpact_model get_peft_model patch quantize wrap",
+    "evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/lm-eval"
+    ".md": "benchmark compute_perplexity perplexity simple_evaluate",
+    "integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
+    "list_methods()": "METHODS",
+    "load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
+    "AutoTokenizer load_tokenizer",
+    "parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
+}
 _MEANT = {
-    **dict.fromkeys(("apply", "compress", "patch", "quantize", "wrap"), "kvpact.enable(model)"),
-    "calibrate": "kvpact.calibration_of(model, spec, tokenizer=tokenizer)",
+    **{name: f"kvpact.{line}" for line, names in _LINES.items() for name in names.split()},
     **dict.fromkeys(
         ("delete_calibration", "list_calibrations", "remove_calibration"),
         "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names",
@@ -83,19 +104,16 @@ _MEANT = {
         ("get_num_threads", "set_num_threads"), "torch.set_num_threads(4); kvpact's are torch's"
     ),
     **dict.fromkeys(
-        ("PagedAttention", "PagedCache"),
-        "kvpact.PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
-        "kvpact.integrations.transformers.PagedBatch(model.config, cache)",
+        ("LLM", "SamplingParams"), "export KVPACT_VLLM_SPEC=default, before vLLM's own LLM"
     ),
-    "Compressor": "kvpact.KVCacheCompressor(spec)",
-    "Press": "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's",
+    **{
+        name: f"from kvpact.cache import {name}"
+        for name in ("ContiguousCache", "EngineCache", "KVSnapshot", "PagedView")
+    },
     "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
-    "get_codec": "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)",
-    "ContiguousCache": "from kvpact.cache import ContiguousCache",
-    "EngineCache": "from kvpact.cache import EngineCache",
-    "KVCache": "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's",
-    "KVSnapshot": "from kvpact.cache import KVSnapshot",
-    "PagedView": "from kvpact.cache import PagedView",
+    "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
+    "save": "cache.save(path)",
+    "set_seed": "torch.manual_seed(seed)",
 }
 """What to write in the place of names that are guessed, or stand elsewhere."""
 
@@ -114,7 +132,7 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
 
             near = get_close_matches(name, {*_HOMES, *__all__}, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            meant = "Press" if name.endswith("Press") else name
+            meant = next((end for end in ("Press", "Config") if name.endswith(end)), name)
             hint = f"; write: {_MEANT[meant]}" if meant in _MEANT else hint
             # ``from kvpact import name`` looks here first, and would drop an AttributeError's text.
             asked = _getframe(1).f_code.co_name == "_handle_fromlist"

@@ -104,7 +104,7 @@ def find_method(name: str) -> Any:
             return _registered[name]
     points = _entry_points().get(name)
     if points is None:
-        near = get_close_matches(name.lower(), known_names(), n=1)
+        near = get_close_matches(name.lower(), known_names(), n=1, cutoff=0.65)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         bits = (re.findall("[1-6]", name) or [4])[0]
         raise SpecError(

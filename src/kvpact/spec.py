@@ -215,7 +215,9 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
             raise ValueError
         return kind(text)
     except (ValueError, KeyError):
-        raise SpecError(f"{method!r}: {key}={text!r} should be of type {kind.__name__}") from None
+        hint = "; options stand apart by commas" if " " in text else ""
+        told = f"{method!r}: {key}={text!r} should be of type {kind.__name__}{hint}"
+        raise SpecError(told) from None
 
 
 def whole_number(text: str) -> int:

@@ -206,3 +206,15 @@ def test_without_matplotlib_eval_says_so_before_it_works(monkeypatch, tmp_path):
     result = invoke("eval", "none", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr == "error: matplotlib not installed; pip install 'kvpact[eval]'\n"
+
+
+def test_without_matplotlib_recommend_leaves_out_the_plot(
+    monkeypatch, tmp_path, model_folder, book_text
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    args = ("--text", book_text, "--tokens", 300, "--context", 4096, "--out", tmp_path)
+    result = invoke("recommend", model_folder, *args)
+    assert result.exit_code == 0 and "recipe.toml" in result.stdout
+    assert "no plot: matplotlib is not installed" in result.stderr
+    written = {"ladder.toml", "recipe.toml", "recommend.json"}
+    assert {path.name for path in tmp_path.iterdir()} == written

@@ -52,6 +52,15 @@ def test_h_is_help(name):
     ("recommend smollm2 --memory 8GB", "write: kvpact recommend … --budget VALUE"),
     ("eval --dataset wikitext", "write: kvpact eval … --text VALUE"),
     ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
+    ("generate x -m smollm2", "write: kvpact generate … --model VALUE"),
+    ("generate x -ctk q8_0", "-ctk; write: kvpact generate … --spec VALUE"),
+    ("generate x -ngl 99", "-ngl; leave it out: commands run on the CPU"),
+    ("generate x -c 4096", "leave it out: the cache grows as needed"),
+    ("generate x --max_new_tokens 8", "write: kvpact generate … --max-new-tokens VALUE"),
+    ("eval none --limit 10", "write: kvpact eval … --task-samples VALUE"),
+    ("eval none --output_path x", "write: kvpact eval … --out VALUE"),
+    ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
+    ("trellis:bits=4", "a command stands first"),
     ("generate smollm2 hello", "a model is named by --model"),
 ])  # fmt: skip
 def test_what_other_tools_call_an_option_is_told(typed, told):

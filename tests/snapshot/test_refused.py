@@ -56,6 +56,13 @@ def test_exact_tokens_that_could_not_be_packed_are_refused():
         cache.restore(rebuilt(held, [replace(first, streams=(large, v)), second]))
 
 
+def test_a_file_of_another_kind_is_named(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("No snapshot, but a text of more than a few bytes.")
+    with pytest.raises(FormatError, match=r"notes\.txt: .*header"):
+        Snapshot.load(path)
+
+
 def without_state(held: Snapshot) -> Snapshot:
     """Return a snapshot that lacks what its codecs learnt."""
     layers = []

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, NEEDLESS, CommandEntry
 from kvpact.errors import KVPactError
 
 
@@ -89,8 +89,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command; what others call by a word of their own is told by that word."""
-        if args[0] in ELSEWHERE and not ctx.resilient_parsing:
-            ctx.fail(f"there is no command {args[0]!r}: {ELSEWHERE[args[0]]}")
+        told = ELSEWHERE.get("smollm2" if ":" in args[0] else args[0])
+        if told and not ctx.resilient_parsing:
+            ctx.fail(f"there is no command {args[0]!r}: {told}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
@@ -110,7 +111,7 @@ class Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 typer.echo(error.format_message())
                 raise SystemExit(0) from None
-            _fail(_usage(error))
+            _fail(_usage(error, sys.argv[1:] if args is None else args))
         if not standalone_mode:
             return result
         raise SystemExit(result if isinstance(result, int) else 0)
@@ -124,14 +125,24 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def _usage(error: Any) -> str:
+def _usage(error: Any, typed: list[str]) -> str:
+    """Return what to write; of ``-ngl``, say, typer names ``-n`` alone."""
     text = str(error.format_message()).rstrip(".")
-    context, option = getattr(error, "ctx", None), str(getattr(error, "option_name", ""))
+    context: Any = getattr(error, "ctx", None)
+    option = str(getattr(error, "option_name", ""))
     params = [] if context is None else context.command.params
-    names = {word for x in params for word in (*str(x.metavar or x.name).upper().split(), *x.opts)}
-    if meant := next((name for name in MEANT.get(option, ()) if name in names), ""):
+    arguments = [x for x in params if x.param_type_name == "argument"]
+    names = {word for x in arguments for word in str(x.metavar or x.name).upper().split()}
+    names |= {word for x in params if x not in arguments for word in x.opts}
+    if len(option) == 2:
+        known = {*MEANT, *NEEDLESS}
+        option = next((x for x in typed if x.startswith(option) and x in known), option)
+    plain = option.replace("_", "-")
+    if meant := next((name for name in (plain, *MEANT.get(plain, ())) if name in names), ""):
         value = f"{meant} VALUE" if meant.startswith("-") else meant
-        return f"No such option: {option}; write: {error.ctx.command_path} … {value}"
+        return f"No such option: {option}; write: {context.command_path} … {value}"
+    if plain in NEEDLESS:
+        return f"No such option: {option}; leave it out: {NEEDLESS[plain]}"
     if "unexpected extra argument" in text and "--model" in names:
         return f"{text}; a model is named by --model"
     return text + (f"; see {context.command_path} --help" if context is not None else "")
@@ -168,7 +179,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     wanted: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        False, "-V", "--version", callback=_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     pass

@@ -130,11 +130,18 @@ COMMANDS = {
 
 _UNCHANGED = "models stay as they are, their caches are packed: kvpact chat MODEL --spec SPEC"
 _COMPARED = "kvpact eval SPEC SPEC compares quality and bytes, with --out FOLDER as a plot, too"
+_MACHINE = "kvpact doctor shows this machine and all versions, kvpact methods a method"
+_LISTED = "kvpact size --list lists models, kvpact methods methods"
+_FETCHED = "kvpact chat owner/name fetches a model of the hub; smollm2 comes with pip"
+_FIRST = "a command stands first, as in kvpact chat MODEL or kvpact size MODEL SPEC"
 ELSEWHERE = {
     **dict.fromkeys(("compress", "convert", "quantize"), _UNCHANGED),
-    **dict.fromkeys(("bench", "compare", "plot"), _COMPARED),
-    **dict.fromkeys(("env", "info"), "kvpact doctor shows this machine, kvpact methods a method"),
-    **dict.fromkeys(("list", "models"), "kvpact size --list lists models, kvpact methods methods"),
+    **dict.fromkeys(("bench", "benchmark", "compare", "leaderboard", "plot"), _COMPARED),
+    **dict.fromkeys(("config", "env", "info", "install", "test", "version"), _MACHINE),
+    **dict.fromkeys(("list", "ls", "models", "specs"), _LISTED),
+    **dict.fromkeys(("download", "login", "pull"), _FETCHED),
+    **dict.fromkeys(("cache", "scan-cache"), "kvpact store ls lists a store, kvpact doctor models"),
+    **dict.fromkeys(("gemma3", "smollm2"), _FIRST),
     "calibrations": "files in the folder of KVPACT_CACHE, by kvpact calibrate; delete them there",
     "prefix": "kvpact snapshot save saves a text's cache, kvpact generate --prefix-store prefixes",
     "help": "kvpact size --help shows the help of size, and so of every command",
@@ -144,15 +151,17 @@ ELSEWHERE = {
 """Words that are looked for as commands, and which commands do that."""
 
 _MEANT = {
-    "MODEL --model": "--model -m --model-path --pretrained",
-    "SPECS SPEC --spec": "--spec --kv-cache-dtype --cache-dtype --cache-type-k --method --bits",
+    "MODEL --model": "--model -m --model-path --model-args --pretrained",
+    "SPECS SPEC --spec": "--spec --kv-cache-dtype --cache-dtype --cache-type-k -ctk --method "
+    "--bits",
     "PROMPT TEXT": "--prompt -p --text",
     "--text --file": "--dataset --data --corpus --file --text -f",
     "--tokens --context": "--context --ctx-size -c --max-model-len --seq-len --max-cache-len",
     "--batch": "--batch-size -b --max-num-seqs --parallel",
-    "--budget": "--memory --max-memory --size --limit",
+    "--task-samples": "--limit --num-samples",
+    "--budget": "--memory --max-memory --size",
     "--max-new-tokens --new-tokens": "--max-tokens --n-predict --num-tokens -n",
-    "--out": "--output --output-dir --outfile",
+    "--out": "--output --output-dir --output-path --outfile",
     "--threads": "--n-threads --num-threads -t",
     "--prefix-store": "--enable-prefix-caching --prompt-cache --store",
 }
@@ -162,3 +171,9 @@ MEANT = {
     for name in names.split()
 }
 """Options of other tools and commands -> arguments and options that may be meant."""
+NEEDLESS = {
+    **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "the cache grows as needed"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--device"), "commands run on the CPU"),
+    **dict.fromkeys(("-b", "--batch-size", "--num-fewshot"), "texts run one by one"),
+}
+"""Options of other tools that have no place here, and why."""

@@ -67,15 +67,18 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def results_folder(path: Path | None, force: bool, *names: str) -> Iterator[None]:
+def results_folder(
+    path: Path | None, force: bool, *names: str, plots: bool = True
+) -> Iterator[None]:
     """Make a folder for results, unless it has files of others by these names (patterns).
 
-    It is made before the work starts; if that fails, it is removed.
+    It is made before the work starts; if that fails, it is removed. What `plots` needs matplotlib.
     """
     if path is None:
         yield
         return
-    require("matplotlib", extra="eval")
+    if plots:
+        require("matplotlib", extra="eval")
     own = any('"kvpact"' in x.read_text("utf-8", "replace") for x in path.glob("*.json"))
     if not (own or force) and (there := [x for name in names for x in path.glob(name)]):
         raise InputError(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import inputs, options
-from kvpact.cli.console import explain, print_document, progress, say, show_files, size_text
+from kvpact.cli.console import explain, note, print_document, progress, say, show_files, size_text
+from kvpact.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from kvpact.recommend import Recommendation
@@ -53,7 +54,7 @@ def recommend_command(
         tokens = QUICK_TOKENS if quick else TOKENS
     check_sizes(tokens, 256)
     check_budget(model, budget, context)  # before weights are loaded
-    with inputs.results_folder(out, force, RECIPE, LADDER, "recommend.*"):
+    with inputs.results_folder(out, force, RECIPE, LADDER, "recommend.*", plots=False):
         inputs.check_models([model])
         network, tokenizer = inputs.open_model(model, dtype, threads)
         given: dict[str, Any] = {"budget": budget, "context": context, "tokens": tokens}
@@ -61,7 +62,11 @@ def recommend_command(
         with progress("measuring") as report:
             found = recommend(network, content, tokenizer=tokenizer, progress=report, **given)
         inputs.note_if_short(found.plan.tokens, tokens)
-        files = write_recommendation(found, out)
+        try:
+            files = write_recommendation(found, out)
+        except BackendUnavailable as error:  # the plot is written last
+            note(f"no plot: {error}")
+            files = [out / name for name in (RECIPE, "recommend.json", LADDER)]
     if as_json:
         data = recommendation_data(found)
         print_document("recommend", **data, files=[str(path) for path in files])

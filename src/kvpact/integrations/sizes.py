@@ -282,6 +282,8 @@ def _loaded(name: str) -> PreTrainedConfig:
             raise GeometryError(f"{name!r} is a spec and no model; {wanted}")
         if "/" not in name:
             listed = "`kvpact size --list` lists all, and a hub's ids are owner/name"
+            if name.endswith(".gguf"):
+                listed = "give the id of the model that the GGUF was made of"
             raise GeometryError(f"no model {name!r} is known{known}; {listed}")
     from kvpact.integrations.models import load_config
 

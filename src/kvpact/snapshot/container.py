@@ -226,7 +226,10 @@ class Container:
         file = _File(open_regular(path))
         if not len(file):
             raise FormatError(f"{path} is empty")
-        return cls(file, kind, *versions)
+        try:
+            return cls(file, kind, *versions)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
 
     @property
     def nbytes(self) -> int:

@@ -261,7 +261,8 @@ def tokens_to_remove(given: int | Tensor, length: int) -> int:
     if crops_to_length():
         return given if given < 0 else min(given - length, 0)
     if given > 0:
-        raise ValueError(f"crop takes a negative number of tokens to remove, not {given}")
+        line = f"; to keep {given}, write: crop({given - length})" if given < length else ""
+        raise ValueError(f"crop takes a negative number of tokens to remove, not {given}{line}")
     return given
 
 

@@ -48,24 +48,35 @@ CACHE_MEANT = {
         ("from_legacy_cache", "to_legacy_cache"),
         "cache.save(path) keeps it; there are no legacy tuples: run the prompt with the cache",
     ),
+    **dict.fromkeys(
+        ("cpu", "cuda", "device", "dtype", "to"), "model.to(...): a cache is as its model is"
+    ),
+    "bits": "cache.stats()['bits_per_value']",
     "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
     "fork": "copy.deepcopy(cache)",
     "from_pretrained": "CompressedCache.load(path, model)",
     "from_snapshot": "CompressedCache.load(path, model)",
-    "memory": "cache.nbytes",
+    **dict.fromkeys(("key_cache", "value_cache"), "cache.layers[0].keys, and .values"),
+    **dict.fromkeys(("get_memory_footprint", "memory"), "cache.nbytes"),
     "save_pretrained": "cache.save(path)",
     "size": "cache.nbytes",
     "summary": "print(cache), or cache.stats()",
     "truncate": "cache.crop(-count), with the number of tokens to remove",
 }
 """What to write in the place of names that a `CompressedCache` does not have."""
+_LENGTHS = "max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"
 _ELSEWHERE = {
+    **dict.fromkeys(
+        ("axis_key", "axis_value"), "as HQQ does write: {maker}(model, 'int:bits=4,group=64')"
+    ),
+    **dict.fromkeys(("offload", "offloading"), "a cache stays with its model: leave it out"),
+    "compression_ratio": "all tokens are kept, in fewer bits; write: {maker}(model, bits=3)",
     "device": "a cache is where its model is; write: model.to({value!r}); {maker}(model)",
     **dict.fromkeys(
         ("compute_dtype", "dtype", "torch_dtype"), "the model's dtype is the cache's: leave it out"
     ),
     **dict.fromkeys(
-        ("max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"),
+        ("batch_size", *_LENGTHS),
         "the cache grows as needed, leave it out; for a limit in bytes write: {maker}(model, "
         "budget='200MB')",
     ),
@@ -91,7 +102,8 @@ def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
     config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
         return config
-    if isinstance(model, str | PathLike) and hasattr(spec, "config"):
+    owner = getattr(spec, "config", spec)
+    if isinstance(model, str | PathLike) and isinstance(owner, PreTrainedConfig):
         line = f"{maker}(model, {str(model)!r})"
     elif isinstance(model, str | PathLike | tuple):
         name = "..." if isinstance(model, tuple) else repr(str(model))
