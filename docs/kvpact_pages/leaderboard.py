@@ -6,12 +6,13 @@ import sys
 from functools import cache
 from typing import Any
 
+from kvpact.evaluate.runner import TOKENS
 from kvpact_pages.results import FOLDER, MODELS, NARROW, ROOT, code, table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from leaderboard_contenders import LEFT_OUT
-from leaderboard_table import Row, contexts_of, figure, load, middle, models_of, rows_of
+from leaderboard_table import Row, contexts_of, figure, kl_about, load, middle, models_of, rows_of
 
 
 @cache
@@ -48,10 +49,22 @@ def method() -> str:
     for one in found():
         runs.setdefault(one["about"]["run"], []).append(one["package"])
     a = found()[0]["about"]
+    of_kl = {m: kl_about(one, m) for one in found() for m in {r["model"] for r in one["rows"]}}
+    fed = ", ".join(
+        f"{k['tokens']:,} on {MODELS[model]} ({k['tokens'] - a['chunk'] - 1:,} scored"
+        f"{', an older measurement' * (k['tokens'] != TOKENS)})"
+        for model, k in sorted(of_kl.items(), key=lambda item: list(MODELS).index(item[0]))
+    )
+    again = "".join(
+        f" KL on {MODELS[model]} was measured anew: {k['run']}, transformers {k['transformers']}."
+        for model, k in of_kl.items()
+        if "prompt" not in k
+    )
     when = "; ".join(f"{run}: {', '.join(sorted(set(names)))}" for run, names in runs.items())
     return (
-        f"The first {a['tokens']:,} tokens of {a['text']}, in chunks of {a['chunk']}; the first "
-        "chunk is not scored. *Bits held* are all tensors of the cache object, found by walking "
+        f"KL is of the first tokens of {a['text']}: {fed}, teacher-forced in chunks of "
+        f"{a['chunk']}; the first chunk and the last token are not scored. *Bits held* are all "
+        "tensors of the cache object, found by walking "
         f"it, at {middle(rows_of(found())):,} tokens, over those of `DynamicCache`, times 32: the "
         "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Step* is "
         "a decode step after so many tokens, random but for the last 64; *prompt* is one call of "
@@ -59,7 +72,7 @@ def method() -> str:
         "seconds on the CPU, the two caches taking turns in one process. In no measured step a "
         "package quantises its exact tokens.\n\n"
         f"{a['threads']} thread, {a['processor']}, {a['cores']} cores; kvpact {a['kvpact']}, torch "
-        f"{a['torch']}, transformers {a['transformers']}. Measured (UTC): {when}."
+        f"{a['torch']}, transformers {a['transformers']}. Measured (UTC): {when}.{again}"
     )
 
 

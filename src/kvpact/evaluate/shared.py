@@ -15,7 +15,7 @@ from kvpact.evaluate.result import EvalResult
 
 
 def shared_rows(runs: Sequence[EvalResult]) -> list[dict[str, Any]]:
-    """Return a row for each cache of each run but the exact one; folders have their last name."""
+    """Return a row for each cache of each run but the exact one; of folders the name is kept."""
     return [_row(x, run.protocol) for run in runs for x in run.rows if x.spec != "none"]
 
 
@@ -42,8 +42,8 @@ def processor(device: str = "cpu") -> str:
 
 def _row(row: EvalRow, protocol: EvalProtocol) -> dict[str, Any]:
     """Return the row of a cache."""
-    as_decoded = row.window or not row.exact_new or protocol.chunk == 1
-    read = "as decoding reads" if as_decoded else "new tokens exact"
+    exact_new = row.exact_new and not row.window and protocol.chunk > 1
+    read = "new tokens exact" if exact_new else "as decoding reads"
     sizes = {name: getattr(protocol, name) for name in ("text", "tokens", "chunk", "scored")}
     figures = {name: getattr(row, name) for name in ("kl_mean", "kl_se", "top1", "share")}
     folder = Path(protocol.model)
