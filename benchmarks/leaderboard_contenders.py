@@ -143,18 +143,10 @@ PEERS = {
         "transformers", changed=CHANGED,
         **{"QuantizedCache, fp8": partial(quantized, "fp8", "Fp8QuantizedLayer")},
     ),
-    "fp8_as_vllm": peer(
-        "kvpact",
-        note="kvpact's codec with the arithmetic of vLLM's `--kv-cache-dtype fp8` without scales: "
-        "e4m3, no exact tokens, new ones coded before they are attended. vLLM itself was not run.",
-        **{"fp8:scale=none, as vLLM's fp8": called(
-            "kvpact.integrations.transformers:CompressedCache", "model",
-            spec="fp8:scale=none,sinks=0,window=0", exact_new=False)},
-    ),
     "ggml": peer(
         "gguf", "gguf==0.19.0",
         "its quantize and dequantize, in a cache of transformers",
-        f"The blocks of llama.cpp's `-ctk`, `-ctv`, as `gguf` computes them. {CODED} llama.cpp "
+        f"The blocks of llama.cpp's `-ctk`, `-ctv`, by `gguf`. No exact tokens. {CODED} llama.cpp "
         "itself was not run: it also rounds queries, and codes layers with sliding windows, which "
         "stay exact here.",
         **{f"{kind.lower()}, as llama.cpp's": partial(ggml, kind) for kind in ("Q8_0", "Q4_0")},
@@ -228,6 +220,14 @@ PEERS = {
         "turboquantdc", "turboquantdc==0.2.0",
         **{"TurboQuantCache, 4 bits": called(
             "turboquantdc.hf_integration:TurboQuantCache", bits=4)},
+    ),
+    "vllm_fp8": peer(
+        "kvpact",
+        note="kvpact's codec with the arithmetic of vLLM's `--kv-cache-dtype fp8` without scales: "
+        "e4m3, no exact tokens, new ones coded before they are attended. vLLM itself was not run.",
+        **{"fp8:scale=none, as vLLM's fp8": called(
+            "kvpact.integrations.transformers:CompressedCache", "model",
+            spec="fp8:scale=none,sinks=0,window=0", exact_new=False)},
     ),
 }  # fmt: skip
 

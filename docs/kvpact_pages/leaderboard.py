@@ -14,6 +14,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from leaderboard_contenders import LEFT_OUT
 from leaderboard_table import Row, contexts_of, figure, kl_about, load, middle, models_of, rows_of
 
+CHUNK = 256
+"""Of all runs; see ``benchmarks/leaderboard.py``."""
+
 
 @cache
 def found() -> list[dict[str, Any]]:
@@ -29,7 +32,11 @@ def tables() -> str:
         here = sorted((row for row in rows if row.model == model), key=lambda row: row.kl)
         columns = ("cache", "KL", "KL p99", "top-1", "bits held")
         columns += (*(f"step, {n:,}" for n in contexts), "prompt")
-        parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here])]
+        about = kl_about(found()[0], model)
+        scored = f"KL of {about['tokens'] - CHUNK - 1:,} scored tokens"
+        older = ", an older measurement than that of the other pages" * (about["tokens"] != TOKENS)
+        lines = table(columns, [_cells(row, contexts) for row in here])
+        parts += [f"## {MODELS[model]}", f"{scored}{older}:", lines]
     return "\n\n".join(parts)
 
 
@@ -46,24 +53,18 @@ def _cells(row: Row, contexts: list[int]) -> list[str]:
 def method() -> str:
     """Return how it was measured."""
     runs: dict[str, list[str]] = {}
-    for one in found():
-        runs.setdefault(one["about"]["run"], []).append(one["package"])
     a = found()[0]["about"]
-    of_kl = {m: kl_about(one, m) for one in found() for m in {r["model"] for r in one["rows"]}}
-    fed = ", ".join(
-        f"{k['tokens']:,} on {MODELS[model]} ({k['tokens'] - a['chunk'] - 1:,} scored"
-        f"{', an older measurement' * (k['tokens'] != TOKENS)})"
-        for model, k in sorted(of_kl.items(), key=lambda item: list(MODELS).index(item[0]))
-    )
-    again = "".join(
-        f" KL on {MODELS[model]} was measured anew: {k['run']}, transformers {k['transformers']}."
-        for model, k in of_kl.items()
-        if "prompt" not in k
-    )
+    for one in found():
+        other = one["about"]["processor"]
+        where = f" (on {other})" if other != a["processor"] else ""
+        runs.setdefault(one["about"]["run"] + where, []).append(one["package"])
+        for model, k in one["about"].get("kl", {}).items():
+            anew = f"KL on {MODELS[model]}, {k['run']}, transformers {k['transformers']}"
+            runs.setdefault(anew, []).append(one["package"])
     when = "; ".join(f"{run}: {', '.join(sorted(set(names)))}" for run, names in runs.items())
     return (
-        f"KL is of the first tokens of {a['text']}: {fed}, teacher-forced in chunks of "
-        f"{a['chunk']}; the first chunk and the last token are not scored. *Bits held* are all "
+        f"KL is of the first tokens of {a['text']}, teacher-forced in chunks of {a['chunk']}; the "
+        "first chunk and the last token are not scored. *Bits held* are all "
         "tensors of the cache object, found by walking "
         f"it, at {middle(rows_of(found())):,} tokens, over those of `DynamicCache`, times 32: the "
         "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Step* is "
@@ -72,7 +73,7 @@ def method() -> str:
         "seconds on the CPU, the two caches taking turns in one process. In no measured step a "
         "package quantises its exact tokens.\n\n"
         f"{a['threads']} thread, {a['processor']}, {a['cores']} cores; kvpact {a['kvpact']}, torch "
-        f"{a['torch']}, transformers {a['transformers']}. Measured (UTC): {when}.{again}"
+        f"{a['torch']}, transformers {a['transformers']}. Measured (UTC): {when}."
     )
 
 
