@@ -1,13 +1,13 @@
 """Caches of kvpact and of other packages on the same work: KL, bytes held, time.
 
-    python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768] …
+    python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 2305] …
 
 Each contender (`leaderboard_contenders`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
 transformers' `DynamicCache`; what was found is written to DIR/NAME.json, of which
 `python docs/generate.py` makes docs/leaderboard.md.
 
-KL is that of `kvpact eval`: a book's first tokens in chunks of 256, the first one not scored. Time
+KL is that of `kvpact eval`: 2,048 scored tokens of a book, in chunks of 256. Time
 and bytes are those of a decode step after as many random tokens as a context has, less the last 64.
 Bytes are those of all tensors that the cache object holds, found by walking it. Times are ratios of
 the process' seconds on the CPU: cache and DynamicCache take turns, prompt by prompt and step by
@@ -39,7 +39,7 @@ def main() -> None:
     if children.answer(carried_out):
         return
     options = runner.arguments(
-        __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=768, prompt=1024,
+        __doc__, only=dict(points()), models=["smollm2", "gemma3"], tokens=2305, prompt=1024,
         contexts=[1024, 4096, 8000], rounds=5, out=RESULTS,
     )  # fmt: skip
     names = ("tokens", "prompt", "contexts", "rounds")

@@ -100,6 +100,28 @@ def turboquant_torch(model):
     return RoundTrip()
 
 
+def ggml(kind, model):
+    """Return an empty cache whose layers with full attention hold blocks of one of ggml's types."""
+    import torch
+    from transformers import Cache, DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    quants, block = there("gguf.quants"), there(f"gguf:GGMLQuantizationType.{kind}")
+
+    class Blocks(DynamicLayer):
+        def update(self, key_states, value_states, *args, **kwargs):
+            packed = [
+                torch.from_numpy(quants.quantize(x.numpy(), block))
+                for x in (key_states.contiguous(), value_states.contiguous())
+            ]
+            held = super().update(*packed)
+            return tuple(torch.from_numpy(quants.dequantize(x.numpy(), block)) for x in held)
+
+    exact = DynamicCache(config=model.config)
+    pairs = zip(exact.layers, exact.is_sliding, strict=True)
+    return Cache(layers=[layer if sliding else Blocks() for layer, sliding in pairs])
+
+
 def called(path, attribute="", **options):
     """Return what makes an empty cache by a call of a package, given the model or its attribute."""
 
@@ -120,6 +142,14 @@ PEERS = {
     "fp8": peer(
         "transformers", changed=CHANGED,
         **{"QuantizedCache, fp8": partial(quantized, "fp8", "Fp8QuantizedLayer")},
+    ),
+    "ggml": peer(
+        "gguf", "gguf==0.19.0",
+        "its quantize and dequantize, in a cache of transformers",
+        f"The blocks of llama.cpp's `-ctk`, `-ctv`, by `gguf`. No exact tokens. {CODED} llama.cpp "
+        "itself was not run: it also rounds queries, and codes layers with sliding windows, which "
+        "stay exact here.",
+        **{f"{kind.lower()}, as llama.cpp's": partial(ggml, kind) for kind in ("Q8_0", "Q4_0")},
     ),
     "hqq": peer(
         "hqq", "hqq==0.2.8 termcolor==3.1.0 einops==0.8.1", CHANGED,
@@ -190,6 +220,14 @@ PEERS = {
         "turboquantdc", "turboquantdc==0.2.0",
         **{"TurboQuantCache, 4 bits": called(
             "turboquantdc.hf_integration:TurboQuantCache", bits=4)},
+    ),
+    "vllm_fp8": peer(
+        "kvpact",
+        note="kvpact's codec with the arithmetic of vLLM's `--kv-cache-dtype fp8` without scales: "
+        "e4m3, no exact tokens, new ones coded before they are attended. vLLM itself was not run.",
+        **{"fp8:scale=none, as vLLM's fp8": called(
+            "kvpact.integrations.transformers:CompressedCache", "model",
+            spec="fp8:scale=none,sinks=0,window=0", exact_new=False)},
     ),
 }  # fmt: skip
 

@@ -55,6 +55,12 @@ def rows_of(found: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
+def kl_about(one: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return how the KL of a contender was measured on a model: in its run, or apart, later."""
+    about: dict[str, Any] = one["about"]
+    return about.get("kl", {}).get(model, about)
+
+
 def models_of(rows: list[Row]) -> list[str]:
     """Return the models in their order."""
     return list(dict.fromkeys(row.model for row in rows))

@@ -1,18 +1,10 @@
 """What a benchmark ran on."""
 
 import os
-import platform
-from pathlib import Path
 
 import torch
 
-
-def processor() -> str:
-    """Return the processor's architecture and name, as far as they are known."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    return f"{platform.machine()} {names[0].strip() if names else ''}".strip()
+from kvpact.evaluate.shared import processor
 
 
 def about(**more: object) -> dict[str, object]:

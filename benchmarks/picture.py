@@ -29,8 +29,10 @@ LABELS = {
     "turboquant:bits=4": ("kvpact turboquant, 4 bits", (12, 0), "left", "center"),
     "int:bits=8": ("kvpact int, 8 bits", (-12, 0), "right", "center"),
     "QuantizedCache, quanto, 4 bits": ("quanto and HQQ, 4 bits", (2, -9), "left", "top"),
-    "QuantizedCache, fp8": ("transformers' fp8", (12, 0), "left", "center"),
-    "make_turboquant_cache, 4 bits": ("other packages, 4 bits", (12, 0), "left", "center"),
+    "QuantizedCache, fp8": ("transformers' and\nvLLM's fp8", (22, 0), "left", "center"),
+    "q8_0, as llama.cpp's": ("llama.cpp's q8_0", (12, 0), "left", "center"),
+    "q4_0, as llama.cpp's": ("llama.cpp's q4_0", (10, 7), "left", "center"),
+    "make_turboquant_cache, 4 bits": ("other packages, 4 bits", (12, -5), "left", "center"),
 }
 LINE = "trellis:"  # the points of this method are joined
 MOST_BITS = 12.0

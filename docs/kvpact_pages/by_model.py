@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from kvpact.evaluate.shared import read_rows
 from kvpact.spec import parse_spec
 from kvpact_pages.results import (
+    FOLDER,
     MODELS,
     code,
     eval_files,
@@ -42,8 +44,8 @@ def _table(rows: list[dict[str, Any]], up: str) -> str:
     for row in rows:
         file = f"{up}benchmarks/results/{row['file'].replace('.json', '.md')}"
         figures = (f"{row['slot_bits_per_value']:.2f}", kl_and_error(row), percent(row["top1"]))
-        cells.append([code(row["spec"]), *figures, f"[{row['tokens']:,}]({file})"])
-    return table(("spec", "bits, slots", "KL mean", "top-1", "tokens"), cells)
+        cells.append([code(row["spec"]), *figures, f"[{row['scored']:,}]({file})"])
+    return table(("spec", "bits, slots", "KL mean", "top-1", "scored"), cells)
 
 
 def of_method(name: str) -> str:
@@ -99,6 +101,23 @@ def times(model: str) -> str:
     return table(["spec", *columns, *(f"step after {n:,}" for n in contexts)], cells)
 
 
+def others() -> str:
+    """Return what others measured and handed on, or how to."""
+    folder = FOLDER / "measured-by-others"
+    found = [(row, path.name) for path in sorted(folder.glob("*.json")) for row in read_rows(path)]
+    cells = []
+    for row, file in found:
+        p, v = row["protocol"], row["versions"]
+        told = f"{p['scored']:,} of {p['text']}, {p['read']}"
+        ran = f"{row['processor']}, {row['threads']} threads"
+        versions = f"kvpact {v['kvpact']}, torch {v['torch']}, transformers {v['transformers']}"
+        figures = (percent(100 * row["share"]), kl_and_error(row), percent(row["top1"]))
+        link = f"[{told}](../benchmarks/results/measured-by-others/{file})"
+        cells.append([row["model"], row["dtype"], code(row["spec"]), link, ran, versions, *figures])
+    columns = ("model", "dtype", "spec", "scored tokens", "on", "versions", "of 16 bits", "KL mean")
+    return table((*columns, "top-1"), cells, left=6) if cells else "Nobody has handed on a row yet."
+
+
 def _blocks(model: str) -> dict[str, Any]:
     return {
         f"results-{model}-quality": lambda: quality(model),
@@ -107,3 +126,4 @@ def _blocks(model: str) -> dict[str, Any]:
 
 
 BLOCKS = {name: made for model in MODELS for name, made in _blocks(model).items()}
+BLOCKS["results-others"] = others

@@ -6,12 +6,16 @@ import sys
 from functools import cache
 from typing import Any
 
+from kvpact.evaluate.runner import TOKENS
 from kvpact_pages.results import FOLDER, MODELS, NARROW, ROOT, code, table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from leaderboard_contenders import LEFT_OUT
-from leaderboard_table import Row, contexts_of, figure, load, middle, models_of, rows_of
+from leaderboard_table import Row, contexts_of, figure, kl_about, load, middle, models_of, rows_of
+
+CHUNK = 256
+"""Of all runs; see ``benchmarks/leaderboard.py``."""
 
 
 @cache
@@ -28,7 +32,11 @@ def tables() -> str:
         here = sorted((row for row in rows if row.model == model), key=lambda row: row.kl)
         columns = ("cache", "KL", "KL p99", "top-1", "bits held")
         columns += (*(f"step, {n:,}" for n in contexts), "prompt")
-        parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here])]
+        about = kl_about(found()[0], model)
+        scored = f"KL of {about['tokens'] - CHUNK - 1:,} scored tokens"
+        older = ", an older measurement than that of the other pages" * (about["tokens"] != TOKENS)
+        lines = table(columns, [_cells(row, contexts) for row in here])
+        parts += [f"## {MODELS[model]}", f"{scored}{older}:", lines]
     return "\n\n".join(parts)
 
 
@@ -45,13 +53,19 @@ def _cells(row: Row, contexts: list[int]) -> list[str]:
 def method() -> str:
     """Return how it was measured."""
     runs: dict[str, list[str]] = {}
-    for one in found():
-        runs.setdefault(one["about"]["run"], []).append(one["package"])
     a = found()[0]["about"]
+    for one in found():
+        other = one["about"]["processor"]
+        where = f" (on {other})" if other != a["processor"] else ""
+        runs.setdefault(one["about"]["run"] + where, []).append(one["package"])
+        for model, k in one["about"].get("kl", {}).items():
+            anew = f"KL on {MODELS[model]}, {k['run']}, transformers {k['transformers']}"
+            runs.setdefault(anew, []).append(one["package"])
     when = "; ".join(f"{run}: {', '.join(sorted(set(names)))}" for run, names in runs.items())
     return (
-        f"The first {a['tokens']:,} tokens of {a['text']}, in chunks of {a['chunk']}; the first "
-        "chunk is not scored. *Bits held* are all tensors of the cache object, found by walking "
+        f"KL is of the first tokens of {a['text']}, teacher-forced in chunks of {a['chunk']}; the "
+        "first chunk and the last token are not scored. *Bits held* are all "
+        "tensors of the cache object, found by walking "
         f"it, at {middle(rows_of(found())):,} tokens, over those of `DynamicCache`, times 32: the "
         "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Step* is "
         "a decode step after so many tokens, random but for the last 64; *prompt* is one call of "

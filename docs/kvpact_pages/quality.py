@@ -22,7 +22,7 @@ COLUMNS = ("spec", "bits, slots", "bits, all-in", "KL mean", "KL p99", "top-1", 
 
 def summary() -> str:
     """Return what the page shows, in a sentence."""
-    rows = [row for name in MODELS for row in load(f"models/{name}/eval.json")] + _plain()
+    rows = [row for name in MODELS for row in load(f"models/{name}/eval.json")]
     worst = {
         bits: max(_kl(row) for row in rows if row["spec"] == f"trellis:bits={bits}")
         for bits in (4, 3)
@@ -37,12 +37,14 @@ def summary() -> str:
 
 
 def _plain() -> list[dict[str, Any]]:
-    rows = load("quality/eval.json")
-    return sorted((r for r in rows if r["spec"] != "none" and not _ablation(r)), key=_kl)
+    """Return the specs of the ablation, the least KL first, by the protocol of all pages."""
+    ablated = {row["spec"] for row in load("quality/eval.json") if row["packed_only"]}
+    rows = load("models/smollm2/eval.json")
+    return sorted((row for row in rows if row["spec"] in ablated), key=_kl)
 
 
 def novel() -> str:
-    """Return the table of SmolLM2 on 3,000 tokens."""
+    """Return the table of SmolLM2."""
     return table(COLUMNS, [_cells(row) for row in _plain()])
 
 
@@ -61,18 +63,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def exact_tokens() -> str:
     """Return what exact first and last tokens are worth: KL without them over KL with them."""
     rows, cells = load("quality/eval.json"), []
-    for row in _plain():
-        spec, mean = row["spec"], row["kl_mean"]
+    for spec in (row["spec"] for row in _plain()):
+        mean = next(r["kl_mean"] for r in rows if r["spec"] == spec and not r["packed_only"])
         bare = spec + ("," if ":" in spec else ":") + ABLATED
         without = next(r for r in rows if r["spec"] == bare)
         packed = next(r for r in rows if r["spec"] == spec and r["packed_only"])
         ratios = [ratio(other["kl_mean"] / mean) for other in (without, packed)]
-        cells.append([code(spec), kl(mean), *ratios])
-    return table(("spec", "KL mean", f"with `{ABLATED}`", "packed only"), cells)
-
-
-def _ablation(row: dict[str, Any]) -> bool:
-    return bool(row["packed_only"]) or ABLATED in row["spec"]
+        cells.append([code(spec), *ratios])
+    return table(("spec", f"with `{ABLATED}`", "packed only"), cells)
 
 
 def _kl(row: dict[str, Any]) -> float:
@@ -111,7 +109,8 @@ def storage() -> str:
     """
     found = {name: _by_spec(f"pca/{name}/eval.json") for name in MODELS}
     specs = ["trellis:bits=2", *(spec for spec in found["smollm2"] if spec != "none")]
-    found["smollm2"] |= {row["spec"]: row for row in _plain()}
+    plain = [row for row in load("quality/eval.json") if not row["packed_only"]]
+    found["smollm2"] |= {row["spec"]: row for row in plain}
     rows = [[code(spec), *_of_both(spec, found)] for spec in specs]
     columns = (cell for name in MODELS.values() for cell in ("bits, slots and learnt", name))
     return table(["spec", *columns], rows)
@@ -183,17 +182,19 @@ def shipped() -> str:
 
 def novel_chart() -> str:
     """Draw KL over the bits of all bytes held on SmolLM2."""
-    return _chart(
-        "SmolLM2-135M, 3,000 tokens of a novel", _plain(), "bits_per_value", "all bytes held"
-    )
+    rows = _plain()
+    return _chart(_title("smollm2", rows), rows, "bits_per_value", "all bytes held")
 
 
 def model_chart(name: str) -> str:
     """Draw KL over bits of the slots on one of the two models."""
     rows = [r for r in load(f"models/{name}/eval.json") if r["spec"] not in ("none", "qjl")]
     rows = [row for row in rows if "sinks" not in row["spec"]]
-    title = f"{MODELS[name]}, {rows[0]['tokens']:,} tokens of a novel"
-    return _chart(title, rows, "slot_bits_per_value", "packed slots")
+    return _chart(_title(name, rows), rows, "slot_bits_per_value", "packed slots")
+
+
+def _title(name: str, rows: list[dict[str, Any]]) -> str:
+    return f"{MODELS[name]}, {rows[0]['scored']:,} scored tokens of a novel"
 
 
 def _chart(title: str, rows: list[dict[str, Any]], bits: str, what: str) -> str:

@@ -28,8 +28,7 @@ def figures() -> str:
             [
                 "quality at 4 bits",
                 f"KL of {kl(smollm2)} (SmolLM2-135M) and {kl(gemma3)} (Gemma 3 270M)",
-                "`kvpact eval trellis:bits=4 --model smollm2 --tokens 2048`, "
-                "`kvpact eval trellis:bits=4 --model gemma3 --tokens 1536`",
+                "`kvpact eval trellis:bits=4`, `kvpact eval trellis:bits=4 --model gemma3`",
             ],
             [
                 "what a process takes for a prompt of 4,000 tokens and 64 steps, as the kernel "

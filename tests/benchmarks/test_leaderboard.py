@@ -53,6 +53,9 @@ def test_what_is_committed_is_whole(module, found):
     assert {path.stem for path in RESULTS.glob("*.json")} <= names
     runs: dict[str, list[str]] = {}
     models = {row["model"] for one in found for row in one["rows"]}
+    kl_about = module("leaderboard_table").kl_about
+    for model in models:  # the same tokens for all
+        assert len({kl_about(one, model)["tokens"] for one in found}) == 1, model
     for one in found:
         assert re.fullmatch(r"\d+\.\d+\S*", one["version"]) and one["package"], one["package"]
         assert isinstance(one["changed"], str) and isinstance(one["note"], str)

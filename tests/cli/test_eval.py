@@ -1,6 +1,8 @@
 """`kvpact eval` on a tiny saved model: tables and files."""
 
 import json
+import platform
+from pathlib import Path
 
 from commands import bad, good, invoke
 from PIL import Image
@@ -123,3 +125,26 @@ def test_what_does_badly_on_models_with_normalised_keys_is_told_of_those():
     model = Qwen3ForCausalLM(config)
     assert "a rotation" in known_cautions(["turboquant:bits=3"], model)[0]
     assert known_cautions(["trellis:bits=3", "int:bits=8"], model) == []
+
+
+def test_a_report_says_what_was_measured_and_on_what(model_folder, tmp_path):
+    file = tmp_path / "row.json"
+    sizes = ("--tokens", 100, "--chunk", 40, "--threads", 1, "--model", model_folder)
+    document = json.loads(
+        good("eval", "int:bits=4", "int:bits=4,window=0", *sizes, "--report", file, "--json")
+    )
+    packed, bare = json.loads(file.read_text("utf-8"))
+    measured = document["rows"][1]
+    for name in ("spec", "kl_mean", "kl_se", "top1", "share"):
+        assert packed[name] == measured[name], name
+    assert packed["model"] == Path(model_folder).name and packed["dtype"] == "float32"
+    assert packed["protocol"] == {
+        "text": "northanger_abbey.txt", "tokens": 100, "chunk": 40, "scored": 59,
+        "read": "as decoding reads",
+    }  # fmt: skip
+    assert set(packed["versions"]) == {"kvpact", "torch", "transformers", "python"}
+    assert packed["threads"] == 1 and packed["processor"].split()[0] == platform.machine()
+    assert bare["protocol"]["read"] == "as decoding reads"
+    file.write_text("[1]", encoding="utf-8")
+    assert "is no report of kvpact eval" in bad("eval", "int:bits=4", *sizes, "--report", file)
+    assert "--report can't go with --budget" in bad("eval", "--budget", "1MB", "--report", file)

@@ -1,5 +1,6 @@
 """What the documentation takes from code and committed results is what they hold now."""
 
+import json
 import re
 from xml.etree import ElementTree
 
@@ -65,3 +66,18 @@ def test_a_picture_says_what_it_shows_and_is_read_on_dark_pages():
     assert {"a & b", "x < y", "one", "two", "across", "up"} <= set(told) and "absent" not in told
     first, dark = chart.COLOURS[0], chart.DARK[chart.COLOURS[0]]
     assert f"stroke: {first}" in drawn and f"{{stroke:{dark}!important}}" in drawn
+
+
+def test_a_row_of_others_stands_in_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(by_model, "FOLDER", tmp_path)
+    assert by_model.others() == "Nobody has handed on a row yet."
+    versions = {"kvpact": "0.1.0", "torch": "2.13.0", "transformers": "5.24.0", "python": "3.12.1"}
+    protocol = {"text": "book.txt", "tokens": 2305, "chunk": 256, "scored": 2048}
+    row = {"model": "qwen3-8b", "spec": "fp8", "kl_mean": 0.00031, "kl_se": 0.00002, "top1": 99.1}
+    row |= {"share": 0.52, "protocol": protocol | {"read": "as decoding reads"}}
+    row |= {"dtype": "bfloat16", "processor": "NVIDIA L4", "threads": 4, "versions": versions}
+    (tmp_path / "measured-by-others").mkdir()
+    (tmp_path / "measured-by-others" / "a.json").write_text(json.dumps([row]), "utf-8")
+    line = by_model.others().splitlines()[-1].replace(NARROW, " ")
+    assert "`fp8` | [2,048 of book.txt, as decoding reads](" in line
+    assert line.endswith("transformers 5.24.0 | 52.0 % | 0.00031 ± 0.00002 | 99.1 % |")

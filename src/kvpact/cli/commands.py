@@ -42,7 +42,7 @@ COMMANDS = {
         "Measure perplexity, KL and top-1 agreement against the exact cache.",
         "eval:evaluate_command",
         (
-            "kvpact eval trellis:bits=4 int:bits=8 --model smollm2 --tokens 2048",
+            "kvpact eval trellis:bits=4 int:bits=8 --model smollm2",
             "kvpact eval kivi:bits=2 --text notes.txt --out results",
             "kvpact eval --budget 24MB,12MB --tokens 6144",
         ),

@@ -25,13 +25,18 @@ def evaluate_command(
         autocompletion=options.complete_spec,
     ),
     text: list[Path] = options.TEXTS,
-    tokens: int = typer.Option(2048, help="Tokens of each text to use."),
+    tokens: int | None = options.optional(
+        "Tokens of each text to use: 2305 if omitted, of which 2048 are scored; 2048 with --budget."
+    ),
     chunk: int | None = options.optional(
         "Tokens fed at a time, 256 if omitted, 64 with --budget; the first chunk is not scored."
     ),
     model: list[str] = options.MODELS,
     out: Path | None = typer.Option(
         None, *options.OUT, show_default=False, help="Folder for eval.json, eval.md and plots."
+    ),
+    report: Path | None = options.optional(
+        metavar="FILE", help="Also write a row for each cache as JSON, to be handed on."
     ),
     force: bool = options.FORCE,
     against: str | None = options.optional(
@@ -86,6 +91,7 @@ def evaluate_command(
     from kvpact.cli.eval_run import RunPlan, candidates_of, run, run_growth
     from kvpact.evaluate.files import report_data
     from kvpact.evaluate.growth import CHUNK
+    from kvpact.evaluate.runner import TOKENS
     from kvpact.evaluate.tasks import task_names
 
     models = list(dict.fromkeys(model))
@@ -93,12 +99,15 @@ def evaluate_command(
         others: dict[str, object] = {"--against": against, "--free-running": free_running_steps}
         others |= {"--tasks": tasks, "--packed-only": packed_only, "--ablation": ablation}
         others |= {"--calibration": calibration, "--sliding": sliding, "--exact-new": exact_new}
+        others |= {"--report": report}
         if used := [name for name, value in others.items() if value]:
             raise InputError(f"{' and '.join(used)} can't go with --budget: leave it out")
     elif not specs:
         raise InputError("there is nothing to evaluate; give a SPEC, or --budget")
     if chunk is None:
         chunk = 256 if budget is None else CHUNK
+    if tokens is None:
+        tokens = TOKENS if budget is None else 2048
     candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
     if exact_new:
         candidates = [replace(c, exact_new=True) for c in candidates]
@@ -126,6 +135,7 @@ def evaluate_command(
         tables=not as_json,
         verbose=verbose,
         force=force,
+        report=report,
     )
     growth: list[GrowthResult] = []
     results: list[EvalResult] = []

@@ -30,10 +30,11 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, positions
-from kvpact.evaluate.files import write_growth
+from kvpact.evaluate.files import write_growth, write_json
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.growth import TITLES
 from kvpact.evaluate.result import PROBES
+from kvpact.evaluate.shared import read_rows, shared_rows
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.text import LEAST_SCORED, kl_text
 from kvpact.integrations.models import first_tokens
@@ -65,6 +66,7 @@ class RunPlan:
     tables: bool = True
     verbose: bool = False
     force: bool = False
+    report: Path | None = None
 
 
 def run(
@@ -72,6 +74,8 @@ def run(
 ) -> tuple[list[EvalResult], list[Path]]:
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
+    if plan.report is not None:
+        inputs.check_output(plan.report, "report of kvpact eval", read_rows, plan.force)
     results = []
     written = ("eval*", "summary*", *(f"{probe}*" for probe in PROBES))
     with inputs.results_folder(plan.out, plan.force, *written):
@@ -97,6 +101,8 @@ def run(
         if plan.tables and len(results) > 1:
             show_summary(summarize(results, plan.against))
         files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
+        if plan.report is not None:
+            files.append(write_json(plan.report, shared_rows(results)))
     return results, files
 
 

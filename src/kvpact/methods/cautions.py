@@ -45,9 +45,9 @@ CAUTIONS = (
     Caution(
         _only_rotates,
         "a rotation spreads the few channels that hold most of the energy over all of them. On "
-        "Gemma 3 270M turboquant:bits=3 has a KL of 0.070, int:bits=3,rotate=true 0.087, "
-        "trellis:bits=3 0.00059; turboquant:bits=4 0.0078, trellis:bits=4 0.00017. Take trellis, "
-        "which weights channels first, or turboquant with center=64,first=true (0.0067 at 3 bits)",
+        "Gemma 3 270M turboquant:bits=3 has a KL of 0.089, int:bits=3,rotate=true 0.087, "
+        "trellis:bits=3 0.00083; turboquant:bits=4 0.0090, trellis:bits=4 0.00019. Take trellis, "
+        "which weights channels first, or turboquant with center=64,first=true",
         KEY_NORM,
     ),
     Caution(
@@ -61,25 +61,24 @@ CAUTIONS = (
     Caution(
         lambda method: method.name == "int" and not method.rotate and _bits(method) <= 4,
         "plain integers of 4 bits or fewer: on SmolLM2-135M and Gemma 3 270M int:bits=4 has a KL "
-        "of 0.0026 and 0.0057, int:bits=3 0.018 and 0.027, trellis:bits=4 0.00040 and 0.00017. "
+        "of 0.0026 and 0.0067, int:bits=3 0.019 and 0.036, trellis:bits=4 0.00043 and 0.00019. "
         "Take trellis:bits=4, which is smaller than int:bits=4",
     ),
     Caution(
         lambda method: method.name == "kivi" and _bits(method) <= 2,
-        "on SmolLM2-135M and Gemma 3 270M kivi:bits=2 has a KL of 0.072 and 0.012, trellis:bits=2 "
-        "0.011 and 0.0041 in about 0.8 bits less. Take that, or kivi:bits=4 (0.0008 and 0.00024)",
+        "on SmolLM2-135M and Gemma 3 270M kivi:bits=2 has a KL of 0.078 and 0.016, trellis:bits=2 "
+        "0.013 and 0.0054 in about 0.8 bits less. Take that, or kivi:bits=4 (0.00095 and 0.00031)",
     ),
     Caution(
         lambda method: method.sinks == 0 and _bits(method) <= 4,
-        "without exact first tokens (sinks=0): on Gemma 3 270M turboquant:bits=4 has a KL of 0.027 "
-        "instead of 0.0078, on SmolLM2-135M turboquant:bits=3,center=64 0.041 instead of 0.0048. "
-        "Take sinks=4, or a spec with the first key as a base (trellis:bits=3,sinks=0 0.0033 "
-        "instead of 0.0017 on SmolLM2-135M)",
+        "without exact first tokens (sinks=0): on SmolLM2-135M turboquant:bits=3,center=64 has a "
+        "KL of 0.040 instead of 0.0052. Take sinks=4, or a spec with the first key as a base "
+        "(trellis:bits=3,sinks=0 0.0034 instead of 0.0021)",
     ),
     Caution(
         lambda method: method.name in ("polarquant", "qjl"),
-        "kept for comparison: on SmolLM2-135M and Gemma 3 270M polarquant has a KL of 0.0059 and "
-        "0.11 at 3.9 bits, qjl 0.67 and 1.3, trellis:bits=3 0.0017 and 0.00059. Take that",
+        "kept for comparison: on SmolLM2-135M polarquant has a KL of 0.0063 at 3.9 bits, qjl 0.70, "
+        "trellis:bits=3 0.0021. Take that",
     ),
 )
 

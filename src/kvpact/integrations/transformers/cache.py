@@ -94,7 +94,7 @@ class CompressedCache(Evicting):
         lose precision below 8 bits, and a warning says so once.
     spec : str, Spec, path or mapping
         A spec, or a recipe with a spec per layer (of the model's layers). `DEFAULT_SPEC` is
-        near-lossless on all models that it was measured on.
+        very close on all models that it was measured on.
     bits : int, optional
         Of the default method, in place of a spec.
     attention : {"auto", "keep"}
