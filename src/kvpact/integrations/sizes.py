@@ -281,9 +281,7 @@ def _loaded(name: str) -> PreTrainedConfig:
             wanted = "give a model first, such as 'qwen3-8b', or numbers: layers, KV heads, width"
             raise GeometryError(f"{name!r} is a spec and no model; {wanted}")
         if "/" not in name:
-            listed = "`kvpact size --list` lists all, and a hub's ids are owner/name"
-            if name.endswith(".gguf"):
-                listed = "give the id of the model that the GGUF was made of"
+            listed = "`kvpact size --list` lists all; a hub's ids (a GGUF's too) are owner/name"
             raise GeometryError(f"no model {name!r} is known{known}; {listed}")
     from kvpact.integrations.models import load_config
 
