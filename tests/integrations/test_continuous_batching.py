@@ -220,6 +220,11 @@ def test_the_pool_counts_packed_bytes_and_no_mask(make_model, monkeypatch):
         cache, _ = pool(llama, num_blocks=None)
         assert cache.max_tokens_read >= 3.5 * found.max_tokens_read
         assert cache.cache_tensor.nbytes < 64 << 20
+    gemma = make_model(gemma3(dict(SIZES), *["sliding"] * 5, "full"))
+    found, _ = pool(gemma, num_blocks=None, max_batch_tokens=8)
+    with enable(gemma, "turboquant:bits=4,sinks=0,window=0"):  # reads of packed pages cost nothing
+        cache, _ = pool(gemma, num_blocks=None, max_batch_tokens=8)
+        assert cache.max_tokens_read >= 3.5 * found.max_tokens_read
 
 
 @packed

@@ -210,7 +210,7 @@ class PackedCache(PagedAttentionCache):
     ) -> None:
         self.loan = loan
         allocators = {**ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION: partial(PackedAllocator, served)}
-        memory = partial(_Memory, served, loan is not None and not masks)
+        memory = partial(_Memory, served, loan is not None, masks)
         names = {"ATTN_TYPE_TO_ALLOCATOR": allocators, "PagedAttentionMemoryHandler": memory}
         rebound(PagedAttentionCache.__init__, **names)(self, *args, **kwargs)
 
@@ -234,13 +234,19 @@ class PackedCache(PagedAttentionCache):
 
 
 class _Memory(PagedAttentionMemoryHandler):
-    """Counts windows, too; where attention reads `packed` pages, neither masks nor all K and V."""
+    """Counts windows; where attention is `lent`, reads of exact pages alone; masks if there are."""
 
-    def __init__(self, served: Served, packed: bool, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, served: Served, lent: bool, masks: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.available_memory -= served.window_bytes()
-        if packed:
+        if lent and not masks:
             self.num_attention_masks = self.kv_heads_at_peak = 0
+        elif lent:
+            types, page = group_layers_by_attn_type(self.config), self.cb_config.page_size
+            layers = len(served.specs)
+            exact = self.bytes_per_block * (layers - len(types[FULL_ATTENTION])) // layers
+            read = self.bytes_per_sector // exact * page
+            self.kv_heads_at_peak = -(-self.kv_heads_at_peak * read // self.tokens_per_sector)
 
 
 def _paged(spec: Spec) -> Spec:
