@@ -20,11 +20,12 @@ from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, Foreign, find_method, known_names, list_methods
 from kvpact.spec import Spec, parse_spec
 from kvpact_pages import by_model
-from kvpact_pages.results import NARROW, code, table
+from kvpact_pages.results import MODELS, NARROW, code, kl, table
 
 ADVICE = method_advice()
 WRITTEN = "<!-- Written by docs/generate.py: change the method's docstring or advice.toml. -->"
-_PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
+_PAPER = re.compile(r"(arXiv|doi):(\d{4}\.\d{5}|10\.\S+)")
+_PAPERS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
 _DOES = {"attend": "attends to", "encode": "packs", "decode": "unpacks"}
 OWN_PAGE = ("trellis", "turboquant", "int", "pca")
 """Methods to choose from; the others share a page."""
@@ -51,7 +52,7 @@ def page_of(name: str) -> str:
 
 def linked(text: str) -> str:
     """Return text whose papers are links."""
-    return _PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return _PAPER.sub(lambda paper: f"[{paper[0]}]({_PAPERS[paper[1]]}{paper[2]})", text)
 
 
 def summary(method: Any) -> str:
@@ -120,12 +121,22 @@ def facts(method: Any) -> str:
     rows = [
         ["paper", linked(getattr(method, "paper", "")) or "none"],
         ["bits per value of the slots", f"{sides(method(), method(), 128)} at width 128"],
+        ["KL at these bits", loss(method)],
         ["packing", groups(method)],
         ["learnt", learns(method)],
         ["native kernels on CPUs", computes(method, "cpu")],
         ["Triton kernels on GPUs", computes(method, "triton")],
     ]
     return table(("at the defaults", ""), rows, left=2)
+
+
+def loss(method: Any) -> str:
+    """Return what the defaults cost on each model on which they were measured."""
+    spec = Spec(method(), method())
+    found = [row for row in by_model.measured(method.name) if parse_spec(row["spec"]) == spec]
+    found.sort(key=lambda row: [*MODELS].index(row["model"]))
+    told = (f"{kl(row['kl_mean'])} ({MODELS[row['model']]})" for row in found)
+    return ", ".join(told) or "not measured"
 
 
 def options(method: Any) -> str:
@@ -195,6 +206,8 @@ def card(method: Any, level: int = 1) -> str:
         f"{'#' * level} `{method.name}`",
         f"{summary(method)} {ADVICE[method.name]['use']}",
         facts(method),
+        _part("When not to use it", level),
+        warnings(method),
         _part("What it does", level),
         text,
         _part("Options", level),
@@ -203,8 +216,6 @@ def card(method: Any, level: int = 1) -> str:
         bits(method),
         _part("Measured", level),
         by_model.of_method(method.name),
-        _part("When not to use it", level),
-        warnings(method),
     ]
     return "\n\n".join(parts)
 

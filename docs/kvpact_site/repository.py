@@ -56,7 +56,10 @@ def _target(link: re.Match[str], here: Path, folder: Path) -> str:
     page = PAGES.get(str(path.relative_to(ROOT)))
     if page is None and path.is_relative_to(DOCS):
         return f"]({os.path.relpath(path, folder)}{anchor})"
-    return f"]({os.path.relpath(DOCS / page, folder)}{anchor})" if page else _download(path, folder)
+    if page is None:
+        return _download(path, folder)
+    # Sphinx would follow the link of a notebook out of `docs/`; the page stands without ending.
+    return f"]({os.path.relpath(DOCS / page.removesuffix('.ipynb'), folder)}{anchor})"
 
 
 def _download(path: Path, folder: Path) -> str:

@@ -76,7 +76,6 @@ _LINES = {
     "CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
     "DynamicCache HQQQuantizedCache QuantizedCache QuantoQuantizedCache",
     "CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache",
-    "CompressedCache(model, backend='torch')": "set_backend",
     "CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
     "KVCacheCompressor(spec)": "Compressor",
     "PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
@@ -89,7 +88,6 @@ _LINES = {
     "evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/lm-eval"
     ".md": "benchmark compute_perplexity perplexity simple_evaluate",
     "integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
-    "list_methods()": "METHODS",
     "load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
     "AutoTokenizer load_tokenizer",
     "parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
@@ -113,7 +111,6 @@ _MEANT = {
     "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
     "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
     "save": "cache.save(path)",
-    "set_seed": "torch.manual_seed(seed)",
 }
 """What to write in the place of names that are guessed, or stand elsewhere."""
 

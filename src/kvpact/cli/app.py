@@ -135,8 +135,7 @@ def _usage(error: Any, typed: list[str]) -> str:
     names = {word for x in arguments for word in str(x.metavar or x.name).upper().split()}
     names |= {word for x in params if x not in arguments for word in x.opts}
     if len(option) == 2:
-        known = {*MEANT, *NEEDLESS}
-        option = next((x for x in typed if x.startswith(option) and x in known), option)
+        option = next((x for x in typed if x[:2] == option and x in {*MEANT, *NEEDLESS}), option)
     plain = option.replace("_", "-")
     if meant := next((name for name in (plain, *MEANT.get(plain, ())) if name in names), ""):
         value = f"{meant} VALUE" if meant.startswith("-") else meant

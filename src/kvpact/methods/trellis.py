@@ -75,7 +75,7 @@ class Trellis(FittedMethod):
     """
 
     name: ClassVar[str] = "trellis"
-    paper: ClassVar[str] = "Marcellin and Fischer, IEEE Trans. Commun. 38 (1990)"
+    paper: ClassVar[str] = "Marcellin and Fischer (1990), doi:10.1109/26.46532"
     key_only: ClassVar[tuple[str, ...]] = ("center", "first", "weights", "blocks")
     examples: ClassVar[Mapping[str, float]] = {
         "trellis:bits=4,center=0,first=false,weights=false,blocks=false": 0.084,
