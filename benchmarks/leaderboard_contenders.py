@@ -146,9 +146,9 @@ PEERS = {
     "ggml": peer(
         "gguf", "gguf==0.19.0",
         "its quantize and dequantize, in a cache of transformers",
-        f"The blocks of llama.cpp's `-ctk`, `-ctv`, by `gguf`. No exact tokens. {CODED} llama.cpp "
-        "itself was not run: it also rounds queries, and codes layers with sliding windows, which "
-        "stay exact here.",
+        f"The blocks of llama.cpp's `-ctk`, `-ctv`, by `gguf`; numpy's times. {CODED} llama.cpp "
+        "itself was not run: it rounds queries, too, and codes layers with sliding windows, which "
+        "stay exact here. No token is held exactly.",
         **{f"{kind.lower()}, as llama.cpp's": partial(ggml, kind) for kind in ("Q8_0", "Q4_0")},
     ),
     "hqq": peer(
