@@ -134,7 +134,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.load_model('smollm2', torch_dtype=1)": "write: dtype=...",
     "kvpact.load_model('smollm2', device='cuda')": "write: model.to(...)",
     "kvpact.load_model('smollm2', load_in_4bit=True)": "from_pretrained(name, load_in_4bit=...)",
-    "kvpact.size('model.gguf')": "the id of the model that the GGUF was made of",
+    "kvpact.size('model.gguf')": "a hub's ids (a GGUF's too) are owner/name",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
