@@ -179,7 +179,10 @@ def has_encoder(kind: type) -> bool:
 def check_batching() -> None:
     """Raise `VersionError` where the pools of continuous batching are not of bytes."""
     folder = "transformers.generation.continuous_batching"
-    if find_spec(folder) is None or find_spec(f"{folder}.cache_allocators") is None:
+    known = find_spec(folder) and find_spec(f"{folder}.cache_allocators")
+    # 5.18's get K and V head by head; those since name the type of their layers.
+    full = known and import_module(f"{folder}.cache_allocators").FullAttentionCacheAllocator
+    if not hasattr(full, "layer_type"):
         raise VersionError("kvpact packs the pages of continuous batching", "5.19")
 
 
