@@ -30,7 +30,7 @@ class Row:
     @property
     def own(self) -> bool:
         """Whether it is one of kvpact's."""
-        return self.package == OWN
+        return self.package == OWN and "as vLLM's" not in self.cache
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
