@@ -105,6 +105,17 @@ class BudgetHistories(Histories):
     def most(self):
         return min(430, self.schedule(self.oracle.rows or 3).max_tokens - 70)
 
+    def _make_room(self, count):
+        """Let cache and oracle go down where the tokens would not fit on the way."""
+        if self.oracle.length:
+            given = self._tokens(self.oracle.batch, count)
+            self.cache._make_room(0, *given, kvpact.AttendConfig())
+            spec = self.cache.entry(0).spec
+            if spec != self.oracle._spec:
+                specs = [change.spec for change in self.oracle.ladders(self.oracle.rows)]
+                self.oracle.rung = specs.index(spec) - 1
+                self.oracle.climb(spec)
+
     @invariant()
     def no_more_bytes_than_the_budget(self):
         assert all(cache.memory_usage() <= self.budget for cache, _ in self.pairs)

@@ -69,6 +69,9 @@ class Histories(RuleBasedStateMachine):
         q = random_tokens(batch, 2 * HEADS, count, DIM, seed=self.seed + 10**7, dtype=self.dtype)
         return k, v, q
 
+    def _make_room(self, count):
+        """Do what a call with so many tokens does first, and leaves done where it fails."""
+
     @initialize(
         count=st.one_of(st.integers(60, 200), st.integers(1, 5)),
         how=st.sampled_from(["attend", "prefill"]),
@@ -94,6 +97,7 @@ class Histories(RuleBasedStateMachine):
         if padding is not None:
             padding = (padding * batch)[:batch]
         count = 1 if how == "decode" else count
+        self._make_room(count)
         k, v, q = self._tokens(batch, count)
         config = kvpact.AttendConfig(padding=torch.tensor(padding) if padding else None)
         past = self.oracle.read() if self.oracle.length else (k[:, :, :0], v[:, :, :0])
@@ -205,6 +209,8 @@ class Histories(RuleBasedStateMachine):
             return
         if length > self.most or (call == "select" and not length):
             return
+        if call in ("attend", "store"):
+            self._make_room(count)
         k, v, q = self._tokens(batch, count)
         kept, rows = max(length - count, 0), [batch - 1, 0][:batch]
         calls = {
