@@ -15,13 +15,23 @@ T = TypeVar("T")
 
 
 class CallError(KVPactError, TypeError):
-    """A class was called with other arguments than it has."""
+    """A class or a package was called with other arguments than it has."""
 
 
 def let_call(package: str, function: Callable[..., Any]) -> None:
     """Let calls of an imported package, by its name, be calls of a function."""
-    told = property(lambda package: inspect.signature(function))  # that of a method lacks its first
-    body = {"__call__": staticmethod(function), "__signature__": told}
+    own = inspect.signature(function)
+    by_name = {name: f"{name}=…" for name, x in own.parameters.items() if x.kind is x.KEYWORD_ONLY}
+    line = ", ".join(by_name.get(name, name) for name in own.parameters if name != "options")
+
+    def call(*given: Any, **named: Any) -> Any:
+        try:
+            own.bind(*given, **named)
+        except TypeError as error:
+            raise CallError(f"{error}; write: {package}({line})") from None
+        return function(*given, **named)
+
+    body = {"__call__": staticmethod(call), "__signature__": property(lambda package: own)}
     kind = type("CallablePackage", (ModuleType,), body)
     sys.modules[package].__class__ = kind
 

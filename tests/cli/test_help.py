@@ -60,6 +60,7 @@ def test_h_is_help(name):
     ("eval none --limit 10", "write: kvpact eval … --task-samples VALUE"),
     ("eval none --output_path x", "write: kvpact eval … --out VALUE"),
     ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
+    ("chat smollm2 --system pirate", "leave it out: begin your first line with it"),
     ("trellis:bits=4", "a command stands first"),
     ("generate smollm2 hello", "a model is named by --model"),
 ])  # fmt: skip

@@ -174,6 +174,7 @@ MEANT = {
 NEEDLESS = {
     **dict.fromkeys(("-c", "--ctx-size", "--max-model-len"), "the cache grows as needed"),
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--device"), "commands run on the CPU"),
+    **dict.fromkeys(("-sys", "--system", "--system-prompt"), "begin your first line with it"),
     **dict.fromkeys(("-b", "--batch-size", "--num-fewshot"), "texts run one by one"),
 }
 """Options of other tools that have no place here, and why."""

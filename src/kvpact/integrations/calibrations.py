@@ -27,6 +27,7 @@ from kvpact.integrations.models import first_line, model_cache_dir, require
 from kvpact.methods.fitted import FittedCodec, KeysThatLearn
 from kvpact.spec import Spec
 from kvpact.stores import Store, StoreWarning
+from kvpact.stores.base import check_store
 
 TOKENS = 4096
 """Tokens of the shipped text that a calibration learns from."""
@@ -135,6 +136,7 @@ def shared(
     """
     text = f"calibration/{fingerprint}/{name_of(specs)}"
     key = hashlib.blake2b(text.encode(), digest_size=32).digest()
+    check_store(store)
     blob = store.get(key)
     if blob is not None:
         return Calibration.from_bytes(blob)

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 
 from kvpact.data import model_table
-from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.errors import BackendUnavailable, DtypeError, KVPactError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -188,6 +188,10 @@ def opened(
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> torch.Tensor:
     """Return the first `tokens` tokens of a text, int64 ``[N]``; fewer where it has fewer."""
+    if not isinstance(text, str):
+        given = type(text).__name__  # type: ignore[unreachable]
+        remedy = "write tokenizer=tokenizer, and for a file Path(name).read_text('utf-8')"
+        raise DtypeError(f"text should be a string, not {given}; {remedy}")
     # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
     ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64, device="cpu")

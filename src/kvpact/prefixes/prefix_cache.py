@@ -34,7 +34,7 @@ from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity, RecordState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
-from kvpact.stores.base import Blob
+from kvpact.stores.base import Blob, check_store
 
 
 @tells_names({}, "kvpact.integrations.transformers.prefix_cache(store, model, cache)")
@@ -111,6 +111,7 @@ class PrefixCache:
         windows: str | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        check_store(store)
         if not model:
             raise MismatchError("name the model, by a fingerprint of its weights: K and V are its")
         self.store = store

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from os import PathLike
 from typing import Any, Self
 
 from kvpact.errors import BackendUnavailable, DtypeError, StoreError, StoreKeyError
@@ -73,6 +74,12 @@ class GCReport:
     damaged: int = 0
     leftovers: int = 0
     freed: int = 0
+
+
+def check_store(store: object) -> None:
+    """Refuse the name of a store in its place."""
+    if isinstance(store, str | PathLike):
+        raise StoreError(f"a store is no name; write: kvpact.stores.open_store({str(store)!r})")
 
 
 class Store(ABC):
