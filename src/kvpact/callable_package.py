@@ -21,7 +21,9 @@ class CallError(KVPactError, TypeError):
 def let_call(package: str, function: Callable[..., Any]) -> None:
     """Let calls of an imported package, by its name, be calls of a function."""
     own = inspect.signature(function)
-    by_name = {name: f"{name}=…" for name, x in own.parameters.items() if x.kind is x.KEYWORD_ONLY}
+    by_name = {
+        name: f"{name}=..." for name, x in own.parameters.items() if x.kind is x.KEYWORD_ONLY
+    }
     line = ", ".join(by_name.get(name, name) for name in own.parameters if name != "options")
 
     def call(*given: Any, **named: Any) -> Any:

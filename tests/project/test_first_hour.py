@@ -123,7 +123,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.evaluate(model, type('T', (), {'convert_tokens_to_ids': 0}), 'text')":
         "'trellis:bits=4', text, tokenizer=",
     "kvpact.evaluate('int4', model='smollm2')": "write: kvpact.evaluate(model, specs, text, token",
-    "kvpact.evaluate('smollm2')": "write: kvpact.evaluate(model, specs, text, tokenizer=…, ",
+    "kvpact.evaluate('smollm2')": "write: kvpact.evaluate(model, specs, text, tokenizer=..., ",
     "kvpact.recommend((model, None), print, tokens=600)": "_method; write tokenizer=",
     "kvpact.PrefixCache('kv', None, model='m')": "write: kvpact.stores.open_store('kv')",
     "kvpact.calibration_of(model, 'pca:bits=2', store='kv')": "kvpact.stores.open_store('kv')",
