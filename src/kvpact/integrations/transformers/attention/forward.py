@@ -25,9 +25,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.held.handles import KVHandle, refuse_gradients, untraced
-from kvpact.integrations.transformers.held.new_tokens import NewTokens, read_before_stored
+from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.paged_tokens import PagedTokens
 from kvpact.integrations.transformers.held.shared import Asked
+from kvpact.integrations.transformers.held.waiting import read_before_stored
 from kvpact.integrations.transformers.layers.indexed import chosen
 from kvpact.integrations.transformers.layers.latent import meet_class
 from kvpact.integrations.transformers.model.fallback import say_once

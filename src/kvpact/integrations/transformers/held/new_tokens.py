@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from itertools import starmap
 from typing import Any
-from weakref import proxy, ref
 
 import torch
 from torch import Tensor
@@ -15,35 +11,18 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import DTYPES
 from kvpact.cache.layer.moment import Moment
 from kvpact.cache.layer.stored import Step
-from kvpact.cache.layer.wait import Wait
 from kvpact.cache.paged.view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.held.shared import SharedState
+from kvpact.integrations.transformers.held.waiting import WaitingTokens
 from kvpact.integrations.transformers.model.fallback import say_once
 from kvpact.integrations.transformers.model.offsets import tell_of_bias
 from kvpact.kernels import AttendCall
 from kvpact.kernels.torch.attend import attend
 
-DENSE = torch.contiguous_format
 
-
-_read = threading.local()
-"""`last`: the tokens that this thread's last `update` gave to a model as they are."""
-
-
-def read_before_stored(k: Tensor) -> NewTokens | None:
-    """Return the tokens that `k` is of, or was just made of, where they are not stored yet."""
-    last: ref[NewTokens] | None = getattr(_read, "last", None)
-    if last is None:
-        return None
-    _read.last, tokens = None, last()
-    if tokens is None or (tokens.k if tokens.expanded is None else tokens.expanded()) is not k:
-        return None
-    return tokens if tokens.fresh else None
-
-
-class NewTokens:
+class NewTokens(WaitingTokens):
     """The tokens of one `update`, stored when they are first used: what a handle stands for.
 
     The attention function knows the padding of each row and `update` does not; so storing waits
@@ -51,24 +30,7 @@ class NewTokens:
     layer's next call. Other layers that attend to them, too (`again`), see the same past.
     """
 
-    # Made in every layer of every step: with slots it takes less time.
-    __slots__ = (
-        "__weakref__",
-        "_again",
-        "_as_read",
-        "_cache",
-        "_dtypes",
-        "_layer",
-        "_parts",
-        "_step",
-        "_wait",
-        "_widths",
-        "expanded",
-        "k",
-        "shared",
-        "total",
-        "v",
-    )
+    __slots__ = ("_dtypes", "_parts", "_step", "_widths")
 
     by_steps = False
     """Whether tokens are stored first, and then attended to (`_over`)."""
@@ -93,9 +55,7 @@ class NewTokens:
         self._parts: tuple[Tensor, Tensor] | None = None
         self._again = again
         self._step: Step | None = None
-        self._wait: Wait | None = None
-        self._as_read: ref[NewTokens] | None = None
-        self.expanded: ref[Tensor] | None = None
+        self._wait = self.expanded = None
         shared.waiting[layer] = self
 
     unseen = 0
@@ -114,83 +74,6 @@ class NewTokens:
                     "out, or evict what it hides"
                 )
         return mask, kwargs
-
-    def cut(self, length: int) -> None:
-        """Forget the tokens from `length` on, which were not stored."""
-        if self._wait is None or not length:
-            self.shared.waiting[self._layer] = None
-        elif length < self.total:
-            self._hold(self.k[:, :, :length].clone(), self.v[:, :, :length].clone())
-
-    def _hold(self, k: Tensor, v: Tensor) -> None:
-        """Hold other tokens, all at once: in one call of C no interrupt is delivered."""
-        news = (("k", k), ("v", v), ("total", k.shape[2]))
-        deque(starmap(setattr, [(self, *new) for new in news]), maxlen=0)
-
-    @property
-    def whole(self) -> bool:
-        """True if these are all tokens of an exact layer, which wait as they are."""
-        return self._wait is not None
-
-    @property
-    def _waits(self) -> bool:
-        """True while nothing has used these tokens."""
-        return self.shared.waiting[self._layer] is self
-
-    @property
-    def _is_last(self) -> bool:
-        """True if these are the last layer's: NaN of a layer before comes as far."""
-        return self._layer + 1 == len(self.shared.waiting)
-
-    def wait_whole(self, k: Tensor, v: Tensor) -> bool:
-        """Let a cache's first tokens wait, and be read, as they are; False where they can't."""
-        shared, cache = self.shared, self._cache
-        if not shared.may_wait or not isinstance(cache, ContiguousCache):
-            return False
-        if self._again or cache.geometry.latent or not shared.exact_new or shared.key_offsets:
-            return False
-        if not k.dtype is v.dtype is cache.geometry.dtype or k.is_meta or type(k) is not Tensor:
-            return False
-        wait = shared.wait_of(cache, self._layer, k, v)
-        if not wait.holds(0, k, v) or (self._is_last and not wait.fits(k, v)):
-            return False
-        # Copies, since a view would keep more memory alive.
-        self._hold(k.clone(memory_format=DENSE), v.clone(memory_format=DENSE))
-        # These stay from call to call: a cycle would keep them until garbage is collected.
-        self.shared = proxy(shared)
-        self._wait, self._as_read = wait, ref(self)
-        _read.last = self._as_read
-        return True
-
-    def grow(self, k: Tensor, v: Tensor) -> bool:
-        """Append the tokens of another call to those that wait; False where they can't wait."""
-        wait = self._wait
-        if wait is None or not wait.holds(self.total, k, v):
-            return False
-        if self._is_last and not wait.fits(k, v):
-            return False
-        try:
-            both = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-        except RuntimeError:  # of other shapes: what stores them says so
-            return False
-        self._hold(*both)
-        _read.last = self._as_read
-        return True
-
-    def fits(self, held: int) -> bool:
-        """Return whether the tokens after the first `held` can surely be stored later."""
-        wait = self._wait
-        return wait is None or wait.fits(self.k[:, :, held:], self.v[:, :, held:])
-
-    def wait_again(self) -> None:
-        """Let tokens wait that waited whole and were stored just now."""
-        assert isinstance(self._cache, ContiguousCache)
-        self._cache.reset(self._layer)
-        self.shared.waiting[self._layer] = self
-
-    def read_as(self, k: Tensor) -> None:
-        """Note that attention is about to read `k`, which was made of these tokens."""
-        _read.last, self.expanded = ref(self), ref(k)
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens, and store them; all or nothing."""
@@ -258,7 +141,7 @@ class NewTokens:
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if self._parts is None:
-            if self._waits:
+            if self._unused:
                 self._require_one_length()
                 result = self.store()
             elif self._step is not None:
@@ -313,14 +196,6 @@ class NewTokens:
             padding = (padding - (held.max() - held)).clamp(min=0)
         # Padding ends with a row's first real token; rows that have one are not looked at again.
         return padding if bool((padding > 0).any() and (padding >= held).any()) else None
-
-    @property
-    def fresh(self) -> bool:
-        """True if these are a cache's first tokens, not yet stored: read as they are."""
-        if self._wait is not None:
-            return self._waits
-        first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
-        return latent and self.shared.exact_new and first and self._waits
 
     def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """Return `[B]`, each row's token at position 0; None where padding gives it, or unused."""
