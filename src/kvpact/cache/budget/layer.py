@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.layer.held import Held, LayerPlan, Sizes, next_seen, placed
+from kvpact.cache.layer.held import Held, LayerPlan, Pair, Sizes, both_appends, next_seen, placed
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.stream.stream import PIECE, Stream
 from kvpact.contract import AttendConfig
@@ -26,7 +26,6 @@ from kvpact.spec import Spec
 
 Rungs = Sequence[tuple[int, Spec]]
 """From more than so many tokens on, a spec."""
-Pair = tuple[Stream, Stream]
 
 
 class Descent(NamedTuple):
@@ -91,11 +90,9 @@ class BudgetLayer(CacheLayer):
             self.clean, sizes = False, None
             k_stream, k_new = in_pieces(k_stream, k_new, padding, seen)
             v_stream, v_new = in_pieces(v_stream, v_new, padding, None)
-        k_size, v_size = (None, None) if sizes is None else sizes[:2]
-        k_plan = k_stream.prepare(k_new, padding, seen, k_size)
-        v_plan = v_stream.prepare(v_new, padding, None, v_size)
-        seen = None if (ahead or k_plan.after).codec.ready else seen
-        plan = self._planned(held, [k_plan, v_plan], (k, v), padding, seen, config)
+        appends = both_appends((k_stream, v_stream), (k_new, v_new), padding, seen, sizes)
+        seen = None if (ahead or appends[0].after).codec.ready else seen
+        plan = self._planned(held, appends, (k, v), padding, seen, config)
         after = plan.after._replace(descent=Descent(rungs, ahead))
         return plan._replace(after=self.paced(after))
 

@@ -16,6 +16,8 @@ from kvpact.cache.stream.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
 
+Pair = tuple[Stream, Stream]
+"""Streams of K and of V."""
 Sizes = Sequence[float] | None
 """The largest magnitudes of K and V (see `check_tokens`); None where they are not known."""
 
@@ -69,6 +71,19 @@ class LayerPlan(NamedTuple):
     exact_new: bool
 
 
+def both_appends(
+    pair: Pair,
+    new: tuple[Tensor, Tensor],
+    padding: Tensor | None,
+    seen: Tensor | None,
+    sizes: Sizes,
+) -> list[AppendPlan]:
+    """Encode new tokens of K and of V; see `Stream.prepare`."""
+    k_size, v_size = (None, None) if sizes is None else sizes[:2]
+    k = pair[0].prepare(new[0], padding, seen, k_size)
+    return [k, pair[1].prepare(new[1], padding, None, v_size)]
+
+
 def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor | None:
     """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it, for a stream."""
     if stream.codec.ready or not stream.codec.learns_from:
@@ -85,14 +100,11 @@ def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor
     return energy if seen is None else torch.cat([seen, energy], 2)
 
 
-def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
-    """Return the padding with what `config` says of rows that hold no real token yet."""
-    if config.padding is None:
-        return held.padding
-    given, known = config.padding.to("cpu", torch.long), held.padding
+def next_padding(held: Held, given: Tensor, batch: int) -> Tensor | None:
+    """Return the padding with what is given of rows that hold no real token yet."""
+    given, known = given.to("cpu", torch.long), held.padding
     known = torch.zeros(batch, dtype=torch.long, device="cpu") if known is None else known
-    open_rows = known >= held.length
-    merged = torch.where(open_rows, torch.maximum(given, known), known)
+    merged = torch.where(known >= held.length, torch.maximum(given, known), known)
     return merged if merged.any() else None
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpact.cache.layer.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
+from kvpact.cache.layer.held import (
+    Held,
+    LayerPlan,
+    Pair,
+    Sizes,
+    both_appends,
+    next_padding,
+    next_seen,
+    placed,
+)
 from kvpact.cache.layer.prompt import Prompt, prompt_key
 from kvpact.cache.layer.stored import Step
 from kvpact.cache.stream.codecs import codec_of, small_sizes
@@ -120,35 +129,30 @@ class CacheLayer:
     ) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
         held, padding, pair = self._begun(k, v, config, sizes, self._spec)
-        key, known, first = None, self.compute.prompts, held.k is None and padding is None
-        if first and sizes and not any(self.small) and self._make_store == SegmentList.new:
+        call, key, prompts = (k, v, q), None, self.compute.prompts
+        if sizes and held.k is None and padding is None:
             key = prompt_key(pair, k, v, q)
-            ready = (prompt := known.get(key)) and prompt.take((k, v, q), sizes)
-            if ready:
+            known: Prompt | None = prompts.get(key)
+            plan = known.take(call, sizes, held, self.lock, config.exact_new) if known else None
+            if plan is not None:
                 self.compute.repeats = True
-                after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
-                step = Step(None, k, v, None, self.lock, ready.plan, self._latent)
-                return LayerPlan(held, after, [], step, config.exact_new)
+                return plan
         seen = next_seen(held, pair[0], k, q)
-        k_size, v_size = (None, None) if sizes is None else sizes[:2]
-        k_plan = pair[0].prepare(k, padding, seen, k_size)
-        v_plan = pair[1].prepare(v, padding, None, v_size)
-        seen = None if k_plan.after.codec.ready else seen
-        plan = self._planned(held, [k_plan, v_plan], (k, v), padding, seen, config)
-        if key is not None and key not in known:
-            empty = self.compute.plan(pair[0].plan, pair[1].plan, False, self._latent)
-            count = self.compute.layers.get(str(self._spec), 1) - 1
-            known[key] = Prompt.like(pair, (k_plan.after, v_plan.after), empty, (k, v, q), count)
-        return plan
+        appends = both_appends(pair, (k, v), padding, seen, sizes)
+        seen = None if appends[0].after.codec.ready else seen
+        if key is not None and key not in prompts:
+            prompts[key] = Prompt.like(pair, appends, call, self.compute, self._spec, self._latent)
+        return self._planned(held, appends, (k, v), padding, seen, config)
 
     def _begun(
         self, k: Tensor, v: Tensor, config: AttendConfig, sizes: Sizes, spec: Spec
-    ) -> tuple[Held, Tensor | None, tuple[Stream, Stream]]:
+    ) -> tuple[Held, Tensor | None, Pair]:
         """Return what is held and clean, each row's padding, and streams for new tokens."""
         if not self.clean:
             self.settle()
-        held = self._held
-        padding = next_padding(held, config, k.shape[0])
+        held, padding = self._held, self._held.padding
+        if config.padding is not None:
+            padding = next_padding(held, config.padding, k.shape[0])
         if held.k is None:
             if sizes is None and not (self.compute.deferred or k.is_meta):
                 sizes = largest(k, v)
@@ -210,8 +214,7 @@ class CacheLayer:
 
     def settle(self) -> None:
         """Zero the slots of tokens that are not held; shared ones wait until they are copied."""
-        streams = self._held.streams()
-        self.clean = all([stream.store.clear_from(stream.packed) for stream in streams])
+        self.clean = all([x.store.clear_from(x.packed) for x in self._held.streams()])
 
     def restore(self, held: Held) -> None:
         """Hold other streams from now on, whose slots are clean."""
@@ -292,8 +295,7 @@ class CacheLayer:
                     "read k and v before that"
                 )
 
-        k, v = held.k.view(padding, check), held.v.view(padding, check)
-        return LayerView(k, v, padding)
+        return LayerView(held.k.view(padding, check), held.v.view(padding, check), padding)
 
     def verify(self, where: str = "") -> None:
         """Raise `NonFiniteError` if a deferred check failed; reads from the device."""

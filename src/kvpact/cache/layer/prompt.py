@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kvpact.cache.layer.held import Held, LayerPlan, Pair
+from kvpact.cache.layer.stored import Step
 from kvpact.cache.stream.segments import SegmentList
-from kvpact.cache.stream.stream import Stream
+from kvpact.cache.stream.stream import AppendPlan, Stream
 from kvpact.kernels import (
+    Compute,
     Plan,
     PromptPlace,
     PromptRunner,
@@ -27,15 +31,21 @@ from kvpact.kernels import (
     surely_stored,
 )
 from kvpact.methods import Codec
+from kvpact.spec import Spec
 
+Call = tuple[Tensor, Tensor, Tensor | None]
+"""K, V and perhaps queries of first tokens."""
+Lock = AbstractContextManager[Any]
 Rest = tuple[SegmentList, TokenMemory, Tensor | None]
 """Slots, the tail's memory and sinks."""
 
 
-def prompt_key(before: tuple[Stream, Stream], k: Tensor, v: Tensor, q: Tensor | None) -> Any:
+def prompt_key(pair: Pair, k: Tensor, v: Tensor, q: Tensor | None) -> Any:
     """Return what first tokens have in common with those of other layers; None: nothing."""
-    first, second = before
-    if first.offset is not None or first.codec.state() or second.codec.state():
+    first, second = pair
+    if first.offset is not None or not isinstance(first.store, SegmentList):
+        return None
+    if first.codec.state() or second.codec.state():
         return None
     queries = None if q is None else (q.shape, q.dtype)
     # Such streams stay in `Compute.empty`, so that their addresses stay theirs.
@@ -106,45 +116,53 @@ class LayerSide(NamedTuple):
 
 
 class Prompt:
-    """The common state of layers after first tokens: K and V, before anything is learnt.
-
-    `layers`: how many of them are expected.
-    """
+    """The common state of layers after first tokens; so many `layers` are expected."""
 
     def __init__(
-        self, sides: tuple[LayerSide, LayerSide], plan: Plan, runner: PromptRunner, layers: int
+        self,
+        sides: tuple[LayerSide, LayerSide],
+        plan: Plan,
+        runner: PromptRunner,
+        layers: int,
+        latent: bool,
     ) -> None:
-        self._sides, self._plan, self._runner = sides, plan, runner
+        self._sides, self._plan, self._runner, self._latent = sides, plan, runner, latent
         self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
 
     @classmethod
     def like(
         cls,
-        before: tuple[Stream, Stream],
-        after: tuple[Stream, Stream],
-        plan: Plan,
-        call: Sequence[Tensor | None],
-        layers: int,
+        before: Pair,
+        appends: Sequence[AppendPlan],
+        call: Call,
+        compute: Compute,
+        spec: Spec,
+        latent: bool,
     ) -> Prompt | None:
-        """Return the prompt of layers like one whose streams a `call`, of k, v and q, filled."""
-        sides = tuple(map(LayerSide.of, before, after))
-        (k, v), (x, y, q), learns = after, call, not before[0].codec.ready
-        if None in sides or x is None or y is None:
+        """Return the prompt of layers like one of a spec that a call's appends fill."""
+        k, v = (append.after for append in appends)
+        first, second = LayerSide.of(before[0], k), LayerSide.of(before[1], v)
+        (x, y, q), learns = call, not before[0].codec.ready
+        if first is None or second is None:
             return None
         if learns and not k.codec.ready and k.length > k.learning[0]:
             return None  # it has queries to remember
         if learns and k.codec.ready and (k.learning[0] < k.num_sinks or k.length < k.learning[1]):
             return None
-        first, second = sides
-        assert first is not None and second is not None
         given = first.arguments(x, k), second.arguments(y, v)
+        plan = compute.plan(before[0].plan, before[1].plan, False, latent)
         runner = plan.prompt(given, q if learns and k.codec.ready else None, k.learning)
-        return None if runner is None else cls((first, second), plan, runner, layers)
+        layers = compute.layers.get(str(spec), 1) - 1
+        return None if runner is None else cls((first, second), plan, runner, layers, latent)
 
-    def take(self, call: Sequence[Tensor | None], sizes: Sequence[float]) -> Ready | None:
-        """Return what another layer holds after its call; None: the ordinary way decides."""
+    def take(
+        self, call: Call, sizes: Sequence[float], held: Held, lock: Lock, exact_new: bool
+    ) -> LayerPlan | None:
+        """Store another layer's first tokens and return its plan; None: the ordinary way decides.
+
+        Nobody reads what is stored before the layer holds it.
+        """
         k, v, q = call
-        assert k is not None and v is not None
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
         with self._lock:  # layers may be given to threads
@@ -159,7 +177,9 @@ class Prompt:
         encoded = (k_side.packed > 0) + (v_side.packed > 0)
         learnt = int(ready.k.codec is not k_side.empty.codec)
         self._plan.count(encode=encoded, learn=learnt)
-        return ready
+        after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
+        step = Step(None, k, v, None, lock, ready.plan, self._latent)
+        return LayerPlan(held, after, [], step, exact_new)
 
     def _made(self) -> Ready:
         k_side, v_side = self._sides
