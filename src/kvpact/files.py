@@ -17,10 +17,7 @@ from kvpact.errors import FormatError, KVPactError
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
-    """Open a regular file, a link to one if `follow`; return its descriptor. Raises `FormatError`.
-
-    Opening a named pipe would wait for a writer, and a device can be endless; neither is read.
-    """
+    """Open a regular file (no pipe, no device), a link to one if `follow`. Raises `FormatError`."""
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     refused = FormatError(f"{path} is no regular file")
     if not follow and Path(path).is_symlink():
@@ -46,10 +43,7 @@ def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 
 
 def write_atomic(path: str | PathLike[str], data: Any) -> None:
-    """Write a file (mode 0600) that nobody ever sees half: a temporary one, synced, then renamed.
-
-    An `OSError` has the path as its `filename`, and leaves a file that was there whole.
-    """
+    """Write a file (mode 0600) whole or, with an `OSError` that names it, not at all."""
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

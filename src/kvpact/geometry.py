@@ -103,10 +103,7 @@ class CacheGeometry:
 
     @classmethod
     def from_config(cls, config: Any, dtype: torch.dtype | None = None) -> CacheGeometry:
-        """Return the geometry of a model by its config (of transformers, or a ``config.json``).
-
-        Raises `GeometryError` where layers may differ, or the config does not tell.
-        """
+        """Return the geometry of a model's config or ``config.json``. Raises `GeometryError`."""
         fields = config
         if not isinstance(config, Mapping):
             found = config.get_text_config(decoder=True)

@@ -13,10 +13,7 @@ from kvpact.errors import FormatError, GeometryError
 def rotations(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines `[…, P]` in fp32, as models have them, the same on every machine.
-
-    The angle is rounded to fp32; its cosine is computed in fp64. Positions below 0 count as 0.
-    """
+    """Return cosines and sines `[…, P]` of angles in fp32, computed in fp64; below 0 as 0."""
     angles = (positions.clamp(min=0).to(torch.float32).unsqueeze(-1) * frequencies).double()
     cos, sin = angles.cos().float(), angles.sin().float()
     return (cos * scaling).to(dtype).float(), (sin * scaling).to(dtype).float()

@@ -88,10 +88,7 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
 
 
 def sensitivities(source: SpecLike, num_layers: int) -> dict[tuple[int, int], float] | None:
-    """Return what a distortion costs, by layer and 0 for K or 1 for V; None where none is given.
-
-    Raises `SpecError` for a recipe whose ``ladder`` has not one number for K and V of each layer.
-    """
+    """Return what a distortion costs by layer and side, None if unknown; `SpecError`."""
     ladder = load_recipe(source).get("ladder") if is_recipe(source) else None
     if ladder is None:
         return None

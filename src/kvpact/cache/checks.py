@@ -32,8 +32,7 @@ def check_tokens(
 ) -> list[float] | None:
     """Raise a named error unless new tokens fit the geometry, each other and what is held.
 
-    `q` may be None; `held`: a tensor of the layer, for its batch, dtype and device. Returns the
-    largest magnitudes in k, v and q; None where checks are deferred.
+    Returns the largest magnitudes in k, v and q; None where checks are deferred.
     """
     heads = geometry.num_kv_heads
     given: list[tuple[str, Tensor, int | None, int]]

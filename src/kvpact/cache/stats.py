@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.layer.layer import CacheLayer
-from kvpact.cache.stream.codecs import codec_of
+from kvpact.cache.stream.codecs import codecs_of
 from kvpact.cache.stream.stream import Stream
 from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
@@ -84,17 +84,11 @@ def spec_text(specs: Iterable[Spec]) -> str:
 
 
 def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> dict[str, Any]:
-    """Return what layers hold.
+    """Return what layers hold; codebooks and signs, which a process needs once, are not counted.
 
-    Tables that a process needs once (codebooks, rotation signs: a few kilobytes) belong to no
-    cache and are not counted.
-
-    Returns ``spec``, ``layout``, ``compute`` (see `Compute.stats`); ``tokens`` (the longest
-    layer's), ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
-    ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
-    ``window`` (exact recent tokens), ``unused`` (allocated, not yet used), ``total``;
-    ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
-    information per packed value); both NaN when nothing is held.
+    ``bytes``: ``codes``, ``side``, ``sinks``, ``window``, ``unused`` (allocated), ``total``;
+    ``bits_per_value`` of all these, ``slot_bits_per_value`` of the first two per packed value; NaN
+    while nothing is held.
     """
     sizes = dict.fromkeys(("codes", "side", "sinks", "window", "unused"), 0)
     tokens = values = packed = 0
@@ -161,11 +155,8 @@ def _count(stream: Stream, sizes: dict[str, int]) -> None:
 
 
 def _codecs(spec: Spec, geometry: CacheGeometry) -> list[tuple[Method, Codec, int]]:
-    dtype = geometry.dtype or torch.float16
-    return [
-        (spec.key, codec_of(spec.key, True, geometry.head_dim, dtype), geometry.head_dim),
-        (spec.value, codec_of(spec.value, False, geometry.value_dim, dtype), geometry.value_dim),
-    ]
+    k, v = codecs_of(spec, geometry, torch.float16)
+    return [(spec.key, k, geometry.head_dim), (spec.value, v, geometry.value_dim)]
 
 
 def bytes_per_token(spec: Spec, geometry: CacheGeometry) -> dict[str, float]:
@@ -188,12 +179,9 @@ def unplanned(spec: Spec, geometry: CacheGeometry) -> list[str]:
 def planned_bytes(
     spec: Spec, geometry: CacheGeometry, tokens: int, batch: int = 1
 ) -> dict[str, int]:
-    """Return the bytes that a contiguous cache holds after `tokens` tokens, without making one.
+    """Return the bytes that a contiguous cache holds after `tokens` tokens, without making it.
 
-    Returns ``slots``, ``factors`` (what codecs learn: a basis, a codebook), ``sinks``, ``window``,
-    ``unused``, ``total``; equal to what `memory_usage` of such a cache counts, but for what
-    `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of single
-    tokens leave after the window.
+    Equal to what `memory_usage` counts, but for what `unplanned` names and the room after the tail.
     """
     itemsize = (geometry.dtype or torch.float16).itemsize
     found: Counter[str] = Counter()

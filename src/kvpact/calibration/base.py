@@ -27,11 +27,7 @@ State = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """The state that methods learnt of one layer.
-
-    - `heads`, `key_dim`, `value_dim`: KV heads, and widths of K and V.
-    - `k`, `v`: name of what is learnt (`Method.learnt_name`) -> state.
-    """
+    """The state that methods learnt of one layer's K and V, by `Method.learnt_name`."""
 
     heads: int
     key_dim: int
@@ -230,16 +226,10 @@ class Calibration:
 
 
 class LayerTokens(NamedTuple):
-    """Calibration tokens of one layer, rows of equal length, from position 0 on.
+    """Calibration tokens of one layer, rows of equal length, from position 0 on; see `Calibrating`.
 
-    - `k`, `v`: `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache is given them.
-    - `query_energy`: `[B, H_kv, T, D]` fp32: mean square of the queries over the query heads of
-      each KV head.
-    - `output_energy`: `[H_kv, D_v]`: squares of what the output projection makes of each channel of
-      V, summed.
-    - `rotation`: what turned the keys by their positions.
-    - `less_offset`: keys without their offset, where there is one: methods learn from these, but
-      for those that store keys as they are before RoPE, with their bias.
+    - `output_energy`: `[H_kv, D_v]`: squares of what the output projection makes of channels of V.
+    - `less_offset`: keys without their offset, of which methods learn that store keys after RoPE.
     """
 
     k: Tensor
@@ -257,13 +247,7 @@ class LayerTokens(NamedTuple):
 
 
 def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibration:
-    """Return what the methods of specs learn of a layer.
-
-    `tokens`: of the layer. `specs`: methods that learn nothing are left out.
-
-    Raises `SpecError` (no method of the specs learns); `GeometryError`, `NonFiniteError` (tokens of
-    the wrong shape, or with NaN or infinity).
-    """
+    """Return what the methods of specs learn of a layer. Raises `SpecError` where none does."""
     k: dict[str, State] = {}
     v: dict[str, State] = {}
     for spec in specs:
@@ -297,7 +281,7 @@ def _container(header: Mapping[str, Any], layers: Sequence[Mapping[str, Tensor]]
 def _read(data: bytes, path: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the header and, in the order in which it names them, the tensors; all is checked."""
     held = Container(data, KIND, VERSION)
-    header = {name: value for name, value in held.manifest.items() if name != "sections"}
+    header = held.about
     check(header, {"layers": dict, "model": str, "tokens": SIZE}, f"{path}: header")
     for number, layer in header["layers"].items():
         check(number, re.compile("0|[1-9][0-9]{0,5}"), f"{path}: a layer's number")
@@ -307,9 +291,7 @@ def _read(data: bytes, path: str) -> tuple[dict[str, Any], list[Tensor]]:
     layers = len(header["layers"])
     if held.num_sections != layers:
         raise FormatError(f"{path}: {held.num_sections} sections for {layers} layers")
-    tensors: dict[str, Tensor] = {}
-    for index in range(held.num_sections):
-        tensors |= held.tensors(index)
+    tensors = held.all_tensors()
     wanted = [
         f"{index}.{side}.{i}.{name}"
         for index, layer in enumerate(header["layers"].values())

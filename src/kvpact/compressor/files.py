@@ -85,9 +85,7 @@ def read(file: Container, name: str) -> Parts:
         if slots != FORMAT_VERSION:
             raise FormatError(f"slots of version {slots!r}; this reads {FORMAT_VERSION}")
         check(manifest, _MANIFEST, "manifest")
-        tensors: dict[str, Tensor] = {}
-        for index in range(file.num_sections):
-            tensors |= file.tensors(index)
+        tensors = file.all_tensors()
         need(len(tensors) == len(file.entries) - 1, "the sections are not the tensors")
         return _rebuild(manifest, tensors)
     except (FormatError, IntegrityError) as error:

@@ -67,10 +67,10 @@ def empty_stream(codec: Codec, like: Tensor, compute: Compute) -> Stream:
 
 @dataclass(frozen=True)
 class PackedStream:
-    """Tokens of K or of V, `[1, B * H, T, D]`: a fitted codec learns each sequence's own basis.
+    """Tokens of K or of V, `[1, B * H, T, D]`; the tail of `stream` is the open group.
 
-    The tail of `stream` is the open group; appends go to a fork. `energy`, `lost`: sums of squares
-    of all tokens, and of their differences after compression; NaN, and not measured, if unknown.
+    `energy`, `lost`: sums of squares of all tokens and of their errors; NaN, and not measured, if
+    unknown.
     """
 
     stream: Stream

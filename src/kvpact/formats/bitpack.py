@@ -48,18 +48,10 @@ def _split(words: Tensor, width: int, interleave: int) -> Tensor:
     return items
 
 
-def _join_channels(part: Tensor, width: int, interleave: int) -> Tensor:
-    """Put a plane of `[..., dim]` codes into words, `[..., words]`; zeros fill up the last one."""
-    per_word = WORD // width
-    part = torch.nn.functional.pad(part, (0, -part.shape[-1] % per_word))
-    return _join(torch.unflatten(part, -1, (-1, per_word)), width, interleave)
-
-
 def plane_runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
     """Return what lies together, in its order: a width, and the parts (block, shift, channels).
 
-    Each plane of each block is a run of its own; but planes of one bit are one run at the end, so
-    that blocks that fill no words of their own take no more bits than they have.
+    Planes of one bit are one run at the end, so that small blocks take no more bits than they have.
     """
     runs: list[tuple[int, list[tuple[int, int, int]]]] = []
     single: list[tuple[int, int, int]] = []
@@ -87,7 +79,9 @@ def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> 
     for width, parts in plane_runs(blocks):
         mask = (1 << width) - 1
         plane = torch.cat([(held[block] >> shift) & mask for block, shift, _ in parts], -1)
-        out.append(_join_channels(plane, width, interleave))
+        per_word = WORD // width  # zeros fill up the last word
+        plane = torch.nn.functional.pad(plane, (0, -plane.shape[-1] % per_word))
+        out.append(_join(torch.unflatten(plane, -1, (-1, per_word)), width, interleave))
     return torch.unflatten(torch.cat(out, dim=-1), -2, (2, 16)).mT
 
 
@@ -132,11 +126,10 @@ def unpack_by_channel(words: Tensor, bits: int, interleave: int = 0) -> Tensor:
 
 
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
-    """Return the bytes of codes, one code after the other, the lowest bit of each first.
+    """Return codes `[B, T, N]` as one string of bits, `[B, heads, T, size]` uint8.
 
-    `codes`: `[B, T, N]` uint8; `widths`: bits of each of the N codes, 0 to 8, beyond which all are
-    zero. Returns `[B, heads, T, size]` uint8, zeros at the end of the string, of which bit i is bit
-    `i % 8` of byte `i // 8`. Raises `FormatError`.
+    Code after code of 0 to 8 bits, the lowest bit first. Raises `FormatError` where it does not
+    fit.
     """
     which, shift = _places(widths, codes.device)
     if len(which) > 8 * heads * size:

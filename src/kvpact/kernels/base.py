@@ -159,10 +159,7 @@ class StepRunner(ABC):
     def fits(
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
     ) -> bool:
-        """Return whether a call is like the one that this was made for, by shapes, not by numbers.
-
-        With `rows`: whether it has so many rows, each like that call.
-        """
+        """Return whether a call (with `rows`, each row) has the shapes that this was made for."""
         if config is not self.config and not _equal(config, self.config):
             return False
         like_k, like_v, like_q = self._like if rows is None else self._row_like
@@ -186,12 +183,11 @@ class StepRunner(ABC):
 
     @abstractmethod
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
-        """Check, attend, encode and keep new tokens: all of them, or none.
+        """Check, attend, encode and keep new tokens: all of them, or none; return the output.
 
-        `rows`: one for the whole batch, or one for each row of the tensors; their runners
-        match. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`).
-        Returns the output. None, and nothing is written, where a number is NaN, infinite or beyond
-        what is surely stored: the ordinary way then decides, and names it.
+        `rows`: one for the whole batch, or for each row. None, and nothing is written, where a
+        number is NaN, infinite or beyond what is surely stored: the ordinary way then decides, and
+        names it.
         """
 
     def _fits(self, x: Tensor, like: _Like, rows: int | None) -> bool:
@@ -247,11 +243,7 @@ class Encoder(Protocol):
         """
 
     def write(self, prepared: Any, source: WritableSource, start: int) -> None:
-        """Write what `prepare` returned; the slots are zero before.
-
-        `prepared`: from `prepare` of this encoder. `start`: position of the first token, counted
-        from the first segment of the source.
-        """
+        """Write what `prepare` returned from the token `start` on; the slots are zero before."""
 
 
 def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
@@ -302,10 +294,7 @@ class Backend(Protocol):
         """
 
     def covers_offset(self) -> str:
-        """Return why attention over keys without their offset is not there; "" if it is.
-
-        See `StreamView.offset`: the logits of packed tokens lack `q · R_t b`.
-        """
+        """Return why attention whose packed logits lack `q · R_t b` is not there; "" if it is."""
         return ""
 
     def covers_latents(self, codec: Codec) -> str:
@@ -321,13 +310,11 @@ class Backend(Protocol):
         return ""
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
-        """Attend, one call after the other or all at once.
+        """Attend in checked calls like one another: `[sum of B, H_q, q_len, D_v]` in q's dtype.
 
         Where levels are whole numbers of 8 bits, the other factor may be rounded to 16 bits: the
-        difference from the torch body stays below 5e-4 of the output's norm.
-
-        `calls`: checked; their queries have `H_q`, `q_len`, `D` and dtype in common. Returns
-        `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
+        difference from the torch body stays below 5e-4 of the output's norm. A query that sees no
+        token gets zeros.
         """
 
     def copy_slots(self, source: SegmentSource, pick: Pick, out: Tensor) -> None:
@@ -372,10 +359,7 @@ class Backend(Protocol):
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
     ) -> None:
-        """Decode packed tokens.
+        """Decode packed tokens to `out`, `[B, H, end - start, D]`; without `inverse` transformed.
 
-        `slots`: the slots. `start`, `end`: tokens, all of them packed. `out`:
-        `[B, H, end - start, D]` fp32, fp16 or bf16, the last axis without gaps: the numbers. What
-        is beyond fp16 becomes its largest number. `inverse`: whether the codec's transform is
-        undone.
+        What is beyond fp16 becomes its largest number.
         """

@@ -34,10 +34,7 @@ def report(device: torch.device = _CPU) -> list[Line]:
 
 
 def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> list[Line]:
-    """Return which backend of a device carries out what for two codecs, and why no better one.
-
-    Where a backend attends with a slower kernel than it has for others, that has a reason, too.
-    """
+    """Return which backend of a device carries out what for two codecs, and why no better one."""
     compute, lines = Compute(), []
     for operation in OPERATIONS:
         backend, why = compute.backend(operation, (k, v), device, dtype)
@@ -52,12 +49,7 @@ CHECKS = ("now", "deferred")
 
 
 def choose(backend: str = "auto", check: str = "now") -> Compute:
-    """Return the `Compute` of a cache.
-
-    `backend`: who computes. By name it computes everything or raises; ``auto`` takes, operation by
-    operation, the first backend that covers it, torch at last. `check`: when NaN, infinity
-    and numbers beyond a method's range are looked for (see `create_cache`).
-    """
+    """Return the `Compute` of a cache (see `create_cache`). Raises `BackendUnavailable`."""
     if backend not in NAMES:
         raise BackendUnavailable(
             f"backend {backend!r} is not known; a backend chooses kernels ({', '.join(NAMES)}). To "

@@ -44,11 +44,7 @@ def surely_stored(plan: StreamPlan, dim: int) -> float:
 
 
 def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -> None:
-    """Refuse tokens `[B, H, T, D]` that can't be encoded when they leave the window.
-
-    Those from `start` on are to wait; those before are encoded now, which refuses by itself.
-    `size` is the largest magnitude in `x`, where it is known.
-    """
+    """Refuse tokens that can't be encoded once they leave the window; from `start` on they wait."""
     codec, dim = plan.codec, x.shape[3]
     if x.is_meta or (codec.exact and codec.max_abs == math.inf):
         return

@@ -28,12 +28,11 @@ Copy = Callable[[SegmentSource, Pick, Tensor], None]
 
 
 def chosen_calls(call: AttendCall, copy: Copy) -> list[AttendCall] | None:
-    """Return calls over tokens that a sparse mask lets through; None where the mask is to say.
+    """Return calls over the tokens that a sparse mask lets through; None where the mask is to say.
 
-    One for each row and, where masks differ by head and no codec has to do with several, KV head;
-    else what any head chose is read for all. The mask is to say where it lets more than half
-    through, where a codec stores something for tokens together that are not all chosen, and where
-    logits depend on positions.
+    One for each row and, where masks differ by head and no codec has to do with several, KV head.
+    The mask is to say where it lets more than half through, where a codec stores something for
+    tokens together that are not all chosen, and where logits depend on positions.
     """
     config, view, mask = call.config, call.view, call.config.mask
     queries, batch = call.q.shape[2], call.q.shape[0]

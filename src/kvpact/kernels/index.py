@@ -22,15 +22,11 @@ def index_scores(
     requested: str = "auto",
     room: int = 0,
 ) -> Tensor:
-    """Return the scores of packed keys, fp32.
+    """Return fp32 scores `[B, S, n + room]` of packed keys, without weights `[B, S, H, n + room]`.
 
-    `codes`, `scale`: of `to_integers`, `[B, n, D]` and `[B, n / 64, D]`. `q`: `[B, S, H, D]` fp32.
-    `weight`: `[B, S, H]` fp32, or None for each head's products as they are. `requested`: ``auto``
-    or the backend asked for. Returns `[B, S, n + room]`, without weights `[B, S, H, n + room]`;
-    what is in the room at the end is not written.
-
-    Where the native kernels multiply whole numbers, queries are rounded to 16 bits: scores differ
-    by less than 1e-4 of the largest.
+    `codes`, `scale`: of `to_integers`; `q`: `[B, S, H, D]` fp32; `weight`: `[B, S, H]`. The room is
+    not written. Native kernels round queries to 16 bits: scores differ by less than 1e-4 of the
+    largest.
     """
     tokens = codes.shape[1]
     shape = (*q.shape[: 2 if weight is not None else 3], tokens + room)

@@ -80,10 +80,7 @@ class RowOffset(NamedTuple):
         return x
 
     def logits(self, rows: Tensor, start: int, end: int) -> Tensor:
-        """Return `q · R_t b` for tokens `start <= t < end`: `[B, H, R, end - start]`.
-
-        `rows`: `[B, H, R, D]`, the scaled queries.
-        """
+        """Return `q · R_t b` of scaled queries for tokens `start <= t < end`: `[B, H, R, t]`."""
         numbers = _numbers(self.offset, rows.device)
         cos, sin = self._turned(start, end - start, rows.device)
         q0, q1 = rows[..., numbers.first], rows[..., numbers.second]

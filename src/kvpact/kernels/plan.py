@@ -66,11 +66,7 @@ class Line(NamedTuple):
 
 
 class Compute:
-    """The backends of one cache: which were asked for, and which computed.
-
-    - `requested`: ``auto``, or a backend's name.
-    - `deferred`: whether checks of numbers leave a flag on the device instead of reading it.
-    """
+    """The backends of one cache: `requested` (``auto`` or a name); `deferred`: as of checks."""
 
     def __init__(self, requested: str = "auto", deferred: bool = False) -> None:
         self.requested, self.deferred = requested, deferred
@@ -107,11 +103,7 @@ class Compute:
         offset: bool = False,
         latent: bool = False,
     ) -> tuple[Backend, str]:
-        """Return the backend for an operation, and why no better one.
-
-        With `offset` keys lie in the slots without theirs (`KeyOffset`); with `latent` the slots
-        of K are of MLA latents.
-        """
+        """Return the backend for an operation, and why no better one; `offset`: keys lack one."""
         reasons: list[str] = []
         for backend in BACKENDS:
             if self.named and backend.name != self.requested:
@@ -170,12 +162,7 @@ class Compute:
         return self
 
     def stats(self) -> dict[str, Any]:
-        """Return what ran and why.
-
-        Returns ``name`` and ``requested``; ``attend``, ``encode``, ``decode``, ``learn``: how many
-        of them each backend carried out, with the reason where it was not the first choice;
-        ``reasons``: ``operation: backend`` -> why no better backend.
-        """
+        """Return ``name``, ``requested``, ``reasons``, and counts by operation and backend."""
         reasons = {f"{op}: {name}": why for (op, name), why in self._reasons.items() if why}
         return {
             "name": self.name,
@@ -235,9 +222,7 @@ class StreamPlan:
     ) -> tuple[Encoder, Any]:
         """Do all that can refuse tokens; return what writes them and what it writes.
 
-        `x`: `[B, H, T, D]`, whole groups; `frozen`: side information of a group that was cut (see
-        `Codec.encode`), whose rest `x` is: that is the torch body's; `size`: no magnitude in `x` is
-        larger, where that is known.
+        With `frozen` side information of a group that was cut, `x` is its rest: the torch body's.
         """
         if frozen is not None:
             self._compute.counts.add("torch: the rest of a group that was cut", encode=1)

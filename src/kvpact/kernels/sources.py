@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,17 +42,6 @@ class Where(NamedTuple):
         """The address of `segments`, for native code."""
         first: int = self.table.__array_interface__["data"][0]
         return first + self.field * self.table.strides[0]
-
-    @classmethod
-    def of_segments(cls, tensors: list[Tensor]) -> Where | None:
-        """Return where a field's segments `[B, H, units, …]` lie; None if their strides differ."""
-        segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
-        row, head, *_ = tensors[0].stride() if tensors else (0, 0)
-        size = tensors[0].itemsize if tensors else 0
-        same = all(map(Tensor.is_contiguous, tensors)) or (
-            len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
-        )
-        return cls(segments[None], 0, row * size, head * size) if same else None
 
 
 class SegmentSource(Protocol):
@@ -100,15 +88,19 @@ class ListSource:
     def where(self, name: str) -> Where | None:
         """Return where a field's segments lie."""
         if name not in self._where:
-            self._where[name] = Where.of_segments(list(map(itemgetter(name), self._segments)))
+            tensors = [segment[name] for segment in self._segments]
+            segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+            row, head, *_ = tensors[0].stride() if tensors else (0, 0)
+            size = tensors[0].itemsize if tensors else 0
+            same = all(map(Tensor.is_contiguous, tensors)) or (
+                len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
+            )
+            self._where[name] = Where(segments[None], 0, row * size, head * size) if same else None
         return self._where[name]
 
 
 class Pick:
-    """Which parts of a field's units are copied, for a row and some heads.
-
-    `items`: `[n]` int64, ascending tokens of the stream, or whole units; `inside`: items in a unit.
-    """
+    """The parts of a field's units that are copied: tokens or whole `units`, of a row and heads."""
 
     def __init__(self, field: Field, row: int, heads: slice, items: Tensor, units: bool) -> None:
         self.field, self.row, self.heads, self.items = field, row, heads, items

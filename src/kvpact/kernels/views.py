@@ -22,10 +22,10 @@ WAITING = -1
 
 
 def exact_from(before: int, packed: int, out: int) -> int:
-    """Return where a stream's tail begins after an append; device kernels count likewise.
+    """Return where a stream's tail begins after an append, as device kernels count it.
 
-    `before`: where it began; `packed`: tokens that have slots then; `out`: tokens that have left
-    the window, which have slots but while a codec is to learn. What is sealed stays in the tail.
+    `before`: where it began; `packed`: tokens with slots then; `out`: tokens that have left the
+    window.
     """
     return max(before, min(packed, out))
 
@@ -62,10 +62,7 @@ class StreamView(NamedTuple):
         return self.exact_from + self.tail.shape[2]
 
     def exact(self, start: int, end: int) -> Tensor:
-        """Return tokens of the tail, `[B, H, end - start, D]`.
-
-        Contiguous: a product's last bits depend on strides, and the tail's tell of its history.
-        """
+        """Return tokens of the tail; contiguous, since a product's last bits depend on strides."""
         return self.tail[:, :, start - self.exact_from : end - self.exact_from].contiguous()
 
     def place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -83,10 +80,7 @@ class StreamView(NamedTuple):
         return whole
 
     def offset_logits(self, rows: Tensor, start: int, end: int) -> Tensor | None:
-        """Return what packed tokens' logits lack, `[B, H, R, t]`, zero for sinks; None: nothing.
-
-        `rows`: `[B, H, R, D]`, the scaled queries, not transformed.
-        """
+        """Return what packed tokens' logits lack, `[B, H, R, t]`, zero for sinks; None: nothing."""
         if not isinstance(self.offset, RowOffset):
             return None
         logits = self.offset.logits(rows, start, end)

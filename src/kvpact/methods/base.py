@@ -85,10 +85,7 @@ class Codec(ABC):
         return super().__new__(cls)
 
     def check_range(self, x: Tensor, size: float | None = None) -> None:
-        """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range.
-
-        `size` is the largest magnitude in `x`, where it is known.
-        """
+        """Raise `NonFiniteError` where a vector of `x` is beyond the range; `size`: its largest."""
         if self.max_abs == self.max_norm == math.inf or x.is_meta or not x.numel():
             return
         if checks_are_deferred():
@@ -261,9 +258,7 @@ def bytes_per_slot(codec: Codec) -> float:
 
 def make_codec(method: Any, key: bool, dim: int, dtype: torch.dtype) -> Codec:
     """Return a method's codec for K or V of a width, which may be 0 of keys."""
-    codec: Codec
     if not dim:
-        codec = NothingCodec()
-    else:
-        codec = method.key_codec(dim, dtype) if key else method.value_codec(dim, dtype)
-    return codec
+        return NothingCodec()
+    made: Codec = method.key_codec(dim, dtype) if key else method.value_codec(dim, dtype)
+    return made

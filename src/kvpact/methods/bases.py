@@ -34,13 +34,10 @@ class Bases:
     def choose(
         self, x: Tensor, first: Tensor, weight: Tensor, frozen: Arrays | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Choose the base of each token.
+        """Return each token's base, the field of flags and (unless `frozen`) the fields of tiles.
 
-        `x`: `[B, H, T, D]` fp32, T a multiple of the tile's tokens unless `frozen` is given;
-        `first`, `weight`: `[H, D]` fp32: the first key (of no account where it is no base), and by
-        what channels are multiplied where distances are taken; `frozen`: the side information of a
-        cut tile, `[B, H, 1, …]`. Returns `base`: `[B, H, T, D]`; `flag`: the field of flags,
-        `[B, H, T, 1]`, if there is one; `side`: the fields of tiles; empty if they are frozen.
+        `first`, `weight`: `[H, D]` fp32, by the latter channels are multiplied where distances are
+        taken.
         """
         nothing = x.new_zeros(1)
         first = first.view(1, -1, 1, first.shape[-1])

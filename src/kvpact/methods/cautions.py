@@ -19,11 +19,7 @@ KEY_BIAS = "whose keys have a large bias (Qwen2, GPT-OSS, Phi, StarCoder2, GPT-N
 
 @dataclass(frozen=True)
 class Caution:
-    """One such combination: `text` says what was measured, and what to take instead.
-
-    - `applies`: tells whether a method for keys is meant.
-    - `model`: which models are meant, `KEY_NORM` or `KEY_BIAS`; empty for all.
-    """
+    """A combination of a method and a kind of `model` (empty: all), with what was measured."""
 
     applies: Callable[[Any], bool]
     text: str
@@ -86,12 +82,7 @@ CAUTIONS = (
 
 
 def cautions(spec: Spec, model: Collection[str] | None = None) -> list[str]:
-    """Return what is known to do badly about a spec.
-
-    `spec`: its method for keys is looked at: errors of keys do most of the damage. `model`: which
-    of `KEY_NORM` and `KEY_BIAS` the model is. If omitted, cautions about such models say whom they
-    are about. Returns a sentence or two for each; empty where nothing is known.
-    """
+    """Return what is known to do badly about a spec's keys, on kinds of `model` if given."""
     method: Method = spec.key
     found = []
     for caution in CAUTIONS:

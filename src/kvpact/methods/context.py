@@ -30,10 +30,7 @@ class Context(NamedTuple):
         return self.sinks + (0 if self.padding is None else int(self.padding.max()))
 
     def counted(self, x: Tensor, start: int = 0) -> Tensor:
-        """Return `[B, 1, T, 1]`: which tokens of `x` are neither padding nor attention sinks.
-
-        The first of them stands at the position `start`.
-        """
+        """Return `[B, 1, T, 1]`: which tokens from `start` on are neither padding nor sinks."""
         batch, _, tokens, _ = x.shape
         if self.padding is None:
             return _from(self.sinks, batch, start, tokens, x.device)
@@ -51,14 +48,10 @@ class Context(NamedTuple):
         return x.gather(2, index), place < tokens
 
     def ordinary(self, x: Tensor, group: int) -> Tensor:
-        """Return tokens with sinks and padding out of their groups.
+        """Return whole groups from position 0 on, with the mean of others for sinks and padding.
 
-        Attention sinks are outliers, which would stretch the grid of their group or move its mean,
-        and padding is nothing at all; the former are held exactly besides, and nobody attends to
-        the latter. So in their place stands the mean of the other tokens of the group: it changes
-        neither the mean nor the range, and every codec of groups, native or not, leaves them out.
-
-        `x`: `[B, H, T, D]` from position 0 on, whole groups.
+        Sinks would stretch the grid of their group or move its mean; the mean of the others does
+        neither.
         """
         groups = torch.unflatten(x.to(torch.float32), 2, (-1, group))
         inside = torch.unflatten(self.counted(x), 2, (-1, group))

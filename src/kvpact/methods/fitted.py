@@ -50,10 +50,7 @@ class Part(NamedTuple):
 
 
 class StateInOne(Mapping[str, Tensor]):
-    """A state in one tensor of 16-bit numbers; its parts are made when they are asked for.
-
-    Objects that live on between what a model computes keep memory that is freed around them.
-    """
+    """A state in one tensor of 16-bit numbers: one pins less memory than many."""
 
     __slots__ = ("_memory", "_parts")
 
@@ -85,10 +82,7 @@ class StateInOne(Mapping[str, Tensor]):
 
 
 class FittedCodec(Codec):
-    """A codec with a learnt state, frozen once it is there.
-
-    - `dim`: width of the vectors.
-    """
+    """A codec of vectors of width `dim` with a learnt state, frozen once it is there."""
 
     before_rope: bool = False
     """Whether keys are stored as they are before RoPE, where calibration tells it."""
@@ -117,13 +111,7 @@ class FittedCodec(Codec):
             )
 
     def fit(self, x: Tensor) -> Self:
-        """Return a codec that learnt from calibration tokens; this one stays as it is.
-
-        `x`: `[B, H, T, D]`, at least one token.
-
-        Raises `GeometryError` (another rank or width, or no token); `NonFiniteError` (NaN or
-        infinity).
-        """
+        """Return a codec that learnt from `[B, H, T, D]`: `GeometryError`, `NonFiniteError`."""
         if x.dim() != 4 or x.shape[3] != self._dim or x.numel() == 0:
             raise GeometryError(
                 f"calibration tokens have shape {tuple(x.shape)}; they should be [batch, heads, "
@@ -138,13 +126,7 @@ class FittedCodec(Codec):
         return self.fit(x)
 
     def calibrated(self, x: Tensor, known: Calibrating) -> Self:
-        """Return a codec that learnt from calibration tokens of which more is known.
-
-        `x`: `[B, H, T, D]`, from position 0 on; keys without their offset. `known`: what else the
-        model computed.
-
-        Raises `GeometryError`, `NonFiniteError` (as `fit`).
-        """
+        """Return a codec that learnt from calibration tokens (keys without offset); see `fit`."""
         return self.fit(x)
 
     def check_heads(self, heads: int) -> None:
@@ -152,20 +134,14 @@ class FittedCodec(Codec):
         return None
 
     def restore(self, state: Mapping[str, Tensor]) -> Self:
-        """Return a codec with a state that `state` gave.
-
-        Raises `FormatError` (it is no state of this codec).
-        """
+        """Return a codec with a state that `state` gave. Raises `FormatError`."""
         self._check_state(state)
         return self.with_state(state)
 
     def succeeding(
         self, state: Mapping[str, Tensor], first: Callable[[], Tensor], context: Context
     ) -> Self:
-        """Return a codec with what one of the same `Method.learnt_name` learnt.
-
-        `first`, `context`: returns the first tokens as decoded; what is known of them.
-        """
+        """Return a codec with what a like one learnt; `first` gives the first tokens, decoded."""
         return self.restore(state)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from kvpact.formats import Order
 from kvpact.formats.form import Form, Levels, Side
 from kvpact.methods.base import Codec, Method
 from kvpact.methods.rules import FormCodec
@@ -51,12 +52,10 @@ class FP8(Method):
         self.check_choice("format", NUMBERS)
         self.check_choice("scale", ("token", "none"))
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for keys."""
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values."""
         most = torch.finfo(NUMBERS[self.format]).max
         scaled = self.scale == "token"
         sides, limit = ((Side("scale", "mul"),), 0.99 * HALF_MAX * most) if scaled else ((), most)
         levels = Levels("float", 8, number=self.format)
         return FormCodec(Form(dim, "token", levels, sides, "absmax", limit))
-
-    value_codec = key_codec

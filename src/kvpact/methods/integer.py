@@ -32,11 +32,7 @@ from kvpact.transforms import IDENTITY, RandomHadamard, Transform
 def integers(
     dim: int, bits: int, group: int, zero: bool, order: Order, transform: Transform = IDENTITY
 ) -> FormCodec:
-    """Return the codec of codes in groups of channels; the last group may be shorter.
-
-    `dim`, `bits`, `group`, `zero`: as in `Integer`; `transform`: what is rounded is
-    `transform.forward` of the tokens.
-    """
+    """Return the codec of codes of `transform.forward(x)` in groups of channels; see `Integer`."""
     channels, middle = min(group, dim), 1 << (bits - 1)
     limit = HALF_MAX if zero else 0.99 * HALF_MAX * (127 if bits == 8 else middle)
     if transform is not IDENTITY:  # it keeps the length, and may put all of it into one channel

@@ -53,11 +53,7 @@ def _spread(std: Tensor, dim: int) -> Tensor:
 
 
 def balance(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Find scales that even out the deviations of rows and columns.
-
-    `x`: `[..., rows, columns]` fp32. Returns `[..., rows, 1]` and `[..., 1, columns]`;
-    `x / rows / columns` is balanced.
-    """
+    """Return scales of `[..., rows, columns]` that even out deviations of rows and columns."""
     whole = _std(x.flatten(-2), -1).unsqueeze(-1)
     whole = torch.where(whole == 0, torch.ones_like(whole), whole)
     x = x / whole

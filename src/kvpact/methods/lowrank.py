@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpact.formats import TokenField
+from kvpact.formats import Order, TokenField
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
 from kvpact.quantizers.numbers import cast
@@ -104,13 +104,10 @@ class LowRankCodec(FittedCodec):
         return expand(x, self._state["basis"]) if "basis" in self._state else x
 
     def extended(self, x: Tensor, bound: float | None = None) -> LowRankCodec:
-        """Return a codec whose basis holds new tokens too; this one where it does already.
+        """Return a codec whose basis holds new tokens too; new directions follow the old ones.
 
-        The new directions follow the old ones, which stay: coefficients that are stored get zeros
-        after them.
-
-        `x`: `[B, H, T, D]` fp32. `bound`: share of the tokens' energy that may be lost; if omitted,
-        twice what was lost of the calibration tokens and 0.001 more.
+        `bound`: share of their energy that may be lost; by default twice that of the first tokens
+        and .1 %.
         """
         self.require_fitted()
         bound = 2 * self.lost + 1e-3 if bound is None else bound
@@ -125,14 +122,10 @@ class LowRankCodec(FittedCodec):
         left = energy.sum() - energy.sum(0).cumsum(0)
         rank = basis.shape[2] + min(int((left > bound * total).sum()) + 1, self._dim)
         if rank >= self._dim:
-            rank, directions = self._dim, self._complement(basis)
+            rank = self._dim  # all directions that are orthogonal to the basis
+            directions = torch.linalg.qr(basis.double(), mode="complete")[0][..., basis.shape[2] :]
         new = self._factor(directions[..., : rank - basis.shape[2]])
         return self.restore({**self._state, "basis": torch.cat([basis, new], -1)})
-
-    def _complement(self, basis: Tensor) -> Tensor:
-        """Return all directions that are orthogonal to the basis."""
-        full: Tensor = torch.linalg.qr(basis.double(), mode="complete")[0]
-        return full[..., basis.shape[2] :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +157,6 @@ class LowRank(FittedMethod):
         self.check("rank", 1 <= self.rank <= 65_536, "a number from 1 to 65536")
         self.check("energy", 0 <= self.energy <= 1, "a number from 0 to 1")
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return a codec for keys, not fitted yet."""
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values, not fitted yet."""
         return LowRankCodec(dim, self.rank, self.energy, self.per_head, dtype)
-
-    value_codec = key_codec

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from kvpact.formats import Order
 from kvpact.formats.form import DTYPES, Form, Levels
 from kvpact.methods.base import Codec, Method
 from kvpact.methods.rules import FormCodec
@@ -54,8 +55,6 @@ class Exact(Method):
         super().__post_init__()
         self.check_choice("dtype", ("auto", *DTYPES))
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for keys."""
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values."""
         return ExactCodec(dim, DTYPES.get(self.dtype, dtype))
-
-    value_codec = key_codec

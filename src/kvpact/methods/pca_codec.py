@@ -30,12 +30,9 @@ _LEAST_DEVIATION = 1e-5  # of the largest one
 def principal_components(
     x: Tensor, small: Tensor | None = None, weight: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return means, weights, components and deviations of tokens.
+    """Return means, weights, components and deviations of tokens `[N, C]` of all heads.
 
-    `x`: `[N, C]` finite, all heads of each token. `small`: `[N]` bool: tokens with a mean of their
-    own, which is the others' where there is one such token at most. `weight`: `[C]` positive; 1 if
-    omitted. Returns ``mean`` `[2, C]` fp32, ``weight`` `[C]` fp16, ``basis`` `[C, C]` fp16, a
-    component a column, ``deviation`` `[C]` fp32, descending. Raises `NonFiniteError`.
+    `small` `[N]`: tokens with a mean of their own; `weight` `[C]`: 1 if omitted.
     """
     width = x.shape[1]
     ones = x.new_ones(width, dtype=torch.float32)
@@ -68,18 +65,8 @@ def principal_components(
     }
 
 
-def small_values(v: Tensor) -> Tensor:
-    """Return which of `[N, C]` values are small: attention sinks inside the text."""
-    norm = v.double().square().sum(1).sqrt()
-    small: Tensor = norm < SMALL * norm.median()
-    return small
-
-
 def key_weights(energy: Tensor, channels: Tensor) -> Tensor:
-    """Return the weights of keys, `[H_kv D]` fp32, by mean squares of queries `[H_kv, D]`.
-
-    `channels`: `[P, 2]`: pairs that RoPE turns together, which have one weight.
-    """
+    """Return the weights of keys by squares of queries `[H_kv, D]`, one for each RoPE pair."""
     paired = energy.double().clone()
     if len(channels):
         first, second = channels.long().unbind(1)
@@ -177,7 +164,8 @@ class PcaCodec(FittedCodec):
         """Return a codec with weights and two means, for keys as they are before RoPE."""
         self.fit(x[:, :, :1])  # checks the shape
         heads, sinks = x.shape[1], known.sinks if x.shape[2] > known.sinks else 0
-        small = small_values(_joint(known.v[:, :, sinks:]))
+        norm = _joint(known.v[:, :, sinks:]).double().square().sum(1).sqrt()
+        small = norm < SMALL * norm.median()  # attention sinks inside the text
         weight, rotation = None, known.rotation if self._key else None
         if rotation is not None:
             rotation.check(self._dim)
@@ -227,11 +215,7 @@ class PcaCodec(FittedCodec):
             self.rotation = KeyRotation(*(state[name] for name in _ROTATION))
 
     def _tables(self) -> _Tables:
-        """Return what encoding and decoding compute with, in fp32.
-
-        There are as many components as the shortest trellis needs, the last ones nothing where a
-        token has fewer numbers.
-        """
+        """Return the tables, in fp32: of as many components as the shortest trellis needs."""
         count, state = len(self._bits), self._state
         basis = state["basis"][:, :count].to(torch.float32)
         missing = count - basis.shape[1]
@@ -310,11 +294,7 @@ def _chosen_base(joint: Tensor, tables: _Tables) -> _Chosen:
 
 
 def _best_scale(y: Tensor, tables: _Tables) -> tuple[Tensor, Tensor]:
-    """Return the scale of least expected error of each token, and that error, `[…, 1]`.
-
-    Expected are the square error of what is beyond the largest level, and of what lies between
-    levels; the scale is one of a few around the components' root mean square.
-    """
+    """Return the scale of least expected error of each token, and that error, `[…, 1]`."""
     size = square_root(divide(tree_sum(y.square()), float(y.shape[-1])))
     n = size.unsqueeze(-1) * y.new_tensor(_FACTORS).view(-1, 1)
     beyond = (y.abs().unsqueeze(-2) - n * tables.largest).clamp(min=0).square()
@@ -329,11 +309,9 @@ def _joint(x: Tensor) -> Tensor:
 
 
 def allocated_bits(deviation: Sequence[float], room: int) -> list[int]:
-    """Return the bits of each component, the largest first, without those that have none.
+    """Return the bits of each component, the largest first, given one by one where they pay most.
 
-    `room`: bits in all, given one by one where they take off most error, to the first of equals;
-    sums are of Python floats in a fixed order, the same on every machine. As many components as the
-    shortest trellis needs have one at least.
+    Sums are of Python floats in a fixed order, the same on every machine.
     """
     bits = [0] * max(len(deviation), trellis.LEAST)
     size = [*(s * s for s in deviation), *[0.0] * (len(bits) - len(deviation))]

@@ -45,10 +45,7 @@ _WORD = 32
 
 
 def codebook(level: int, first: int) -> tuple[list[float], list[float]]:
-    """Return the angles of a level's codes, and the boundaries between them, ascending.
-
-    `first`: bits of level 1.
-    """
+    """Return the angles of a level's codes and their boundaries; `first`: bits of level 1."""
     if level == 1:
         width = 2 * math.pi / 2**first
         angles = [width * (code + 0.5) for code in range(2**first)]
@@ -74,10 +71,9 @@ def _directions(level: int, first: int, inner: bool, device: torch.device) -> tu
 def _assign(x: Tensor, y: Tensor, level: int, first: int) -> Tensor:
     """Return the code of the angle of each `(x, y)`, uint8.
 
-    An angle is never computed: its arc tangent may round differently from device to device, or
-    between the body and the tail of a vectorised loop. A point lies past a boundary b where the
-    cross product `y cos b - x sin b` is positive, provided that both are less than pi apart. Hence
-    the points below the x axis are turned by pi and get the other half of the codes.
+    No arc tangent, which may round differently from device to device: a point is past a boundary b
+    where `y cos b - x sin b` is positive; points below the x axis, turned by pi, get the other half
+    of codes.
     """
     cosines, sines = _directions(level, first, True, x.device)
     code = torch.zeros_like(x, dtype=torch.int32)

@@ -39,13 +39,9 @@ def rule(name: str) -> Callable[[Rule], Rule]:
 
 
 class FormCodec(Codec):
-    """One stream that a form says all about.
+    """One stream that a form says all about, of transformed vectors; see `Codec`.
 
-    - `form`: what is stored.
-    - `transform`: what is stored are transformed vectors.
-    - `max_abs`, `max_norm`: as in `Codec`; of rules over groups of tokens.
-
-    Raises `RegistrationError` (nobody registered the form's rule).
+    Raises `RegistrationError` where nobody registered the form's rule.
     """
 
     def __init__(
@@ -189,8 +185,7 @@ def rounded(form: Form, y: Tensor) -> dict[str, Tensor]:
 def book_limit(levels: Levels, dim: int, choice: str) -> float:
     """Return up to which magnitude no scale of rotated vectors is beyond fp16.
 
-    The rotation keeps the length. A level is at least `share` of what is rounded to it, be it in an
-    inner cell or (sqrt(D) at most) in the last one, and at least the least level.
+    A level is at least `share` of what is rounded to it, and at least the least level.
     """
     if choice == "l2":
         return 0.9 * HALF_MAX

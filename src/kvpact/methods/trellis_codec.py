@@ -24,10 +24,9 @@ LARGEST_TOKEN = 60_000.0
 def places(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
     """Return the step of the trellis that each code of a token stands for, `[dim]`, for K.
 
-    In a word of K lie codes of one token. Step i is in word `i % words`: so the coded bits that an
-    index needs besides its own are at the same place of other words, and kernels compute the
-    indices of a whole word at once. Of one bit there are too few words; the wider ones that kernels
-    make of them take their place.
+    Step i is in word `i % words`: the coded bits that an index needs are at the same place of other
+    words, and kernels compute the indices of a whole word at once. Of one bit wider words take
+    part.
     """
     width = planes(bits)[0] if bits > 1 else interleave
     words, rest = divmod(dim * width, WORD)
@@ -48,10 +47,7 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
 def trellis_of(
     blocks: Blocks, states: int, seed: int = 0, center: int = 0, first: bool = False
 ) -> TrellisForm:
-    """Return a trellis by its blocks' channels and bits; without bits they are zeros.
-
-    `seed`: of the first block's rotation; the others' follow. `center`, `first`: of the form.
-    """
+    """Return a trellis by its blocks' channels and bits, with rotations from `seed` on."""
     made = tuple(
         TrellisBlock(dim, bits, trellis.states_of(dim, states), seed + i)
         for i, (dim, bits) in enumerate(blocks)

@@ -24,10 +24,7 @@ from kvpact.quantizers.numbers import half
 
 
 def quarters(dim: int, bits: int) -> tuple[tuple[int, int], ...]:
-    """Return the blocks of sorted channels: a quarter, a half, a quarter, and their bits.
-
-    Quarters are multiples of 16 channels, whose codes fill words; narrower vectors have one block.
-    """
+    """Return sorted channels' blocks (quarter, half, quarter) and bits; one if few."""
     quarter = dim // 4 // 16 * 16
     if quarter == 0 or dim % 16 or bits == 6:
         return ((dim, bits),)

@@ -87,10 +87,8 @@ class TurboQuantCodec(FormCodec):
     def _longest(self, residual_signs: bool) -> float:
         """Return the norm up to which no tile's side information can be beyond fp16.
 
-        Less its tile's mean a token is at most twice as long as the longest; its scale is at most
-        3.1 / 2 of that (a level is at least 1 / 2.17 of what is rounded to it, and the last one
-        above 0.79). The residual is at most 3.5 times as long as the token; at an unbiased scale
-        sqrt(D) times, for a token in one coordinate.
+        A token less its mean is at most twice as long, its scale 3.1 / 2 of that, the residual 3.5
+        times, at an unbiased scale sqrt(D) times as long.
         """
         if not residual_signs:
             return 20_000.0

@@ -36,7 +36,7 @@ _MOST_VECTORS = 1 << 18
 
 
 class VectorCodec(FittedCodec):
-    """Indices of words; beyond 8 bits the low and the high ones are fields of their own."""
+    """Indices of words; of more than 8 bits the low and the high ones are fields of their own."""
 
     def __init__(
         self, dim: int, codebook_size: int, dims: int, stages: int, seed: int, order: Order

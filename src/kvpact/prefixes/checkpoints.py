@@ -36,11 +36,10 @@ SCALE = ".scale"
 
 @dataclass(frozen=True)
 class RecordShape:
-    """The properties that all records of one name share.
+    """The properties that all records of one name share, of a batch of one row.
 
-    `shape`: of a batch of one row, with 0 tokens; `tokens`: the axis of tokens, None of a state;
-    `kept`: the tokens that a ring keeps, None where it keeps all; `rounded`: whether its numbers
-    may be stored as integers.
+    `tokens`: their axis, None of a state; `kept`: tokens that a ring keeps; `rounded`: if to
+    integers.
     """
 
     layer: int
@@ -123,10 +122,7 @@ class CheckpointKind:
         }
 
     def pack(self, records: Sequence[RecordState], begin: int, ids: Sequence[int]) -> bytes:
-        """Return the blob of records that stand after the tokens `ids`, from `begin` on.
-
-        Raises `SnapshotError` where they are not the records that the kind knows.
-        """
+        """Return the blob of records after `ids`, from `begin` on. Raises `SnapshotError`."""
         end, held = len(ids), {f"{x.layer}.{x.name}": x for x in records}
         wanted = {x.key: (x.dtype, x.with_tokens(end - x.first(end))) for x in self.shapes}
         found = {name: (x.tensor.dtype, tuple(x.tensor.shape)) for name, x in held.items()}
@@ -137,13 +133,11 @@ class CheckpointKind:
             )
         tensors: dict[str, Tensor] = {}
         for shape, first in self._parts(begin, end):
-            tensor = held[shape.key].tensor
-            if shape.tokens is not None:
-                tensor = tensor.narrow(
-                    shape.tokens, tensor.shape[shape.tokens] - (end - first), end - first
-                )
-            if shape.tokens is not None and shape.rounded and self.packed:
-                tensor, tensors[shape.key + SCALE] = to_integers(tensor, shape.tokens, first)
+            tensor, axis, count = held[shape.key].tensor, shape.tokens, end - first
+            if axis is not None:
+                tensor = tensor.narrow(axis, tensor.shape[axis] - count, count)
+                if shape.rounded and self.packed:
+                    tensor, tensors[shape.key + SCALE] = to_integers(tensor, axis, first)
             tensors[shape.key] = tensor
         named = [(name, tensors[name]) for name, _, _ in self._stored(begin, end)]
         runs = [(1, [sum(x.nbytes for _, x in named)])]
@@ -156,8 +150,7 @@ class CheckpointKind:
         begin = held.manifest.get("begin")
         if type(begin) is not int or not 0 <= begin < end or begin % self.chunks.size:
             begin = -1  # no manifest says so
-        manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
-        if manifest != self._manifest(begin, end, ids[-self.chunks.size :]):
+        if held.about != self._manifest(begin, end, ids[-self.chunks.size :]):
             raise FormatError("the checkpoint is of other tokens, or of another model or spec")
         _, *found = [(name, x.dtype, x.shape) for name, x in held.entries.items()]
         if held.num_sections != 1 or found != self._stored(begin, end):
@@ -177,10 +170,7 @@ class CheckpointKind:
         return Checkpoint(begin, records)
 
     def load(self, read: Callable[[int], Blob], ids: Sequence[int]) -> list[RecordState]:
-        """Return the records after the tokens `ids`; `read` gives the blob after so many tokens.
-
-        Raises `FormatError` and `IntegrityError` where a blob that is needed is missing or damaged.
-        """
+        """Return the records after `ids`; `read` gives blobs. `FormatError`, `IntegrityError`."""
         end = len(ids)
         found = [self.unpack(read(end), ids)]
         while self.begins(end) < (begin := found[-1].begin):

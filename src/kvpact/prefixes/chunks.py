@@ -57,10 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ChunkKind:
-    """All that makes the bytes of equal tokens differ, and how bytes become a cache's state.
-
-    `codecs`: the codecs of each layer, for K and V, fitted if they learn.
-    """
+    """All that makes the bytes of equal tokens differ, and how bytes become a cache's state."""
 
     specs: tuple[Spec, ...]
     geometry: CacheGeometry
@@ -151,8 +148,7 @@ class ChunkKind:
         The slots lie in `out`, `[slots and sinks, or more]` uint8, if that is given.
         """
         held = Container(blob, KIND, VERSION)
-        manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
-        if manifest != self._manifest(index, part):
+        if held.about != self._manifest(index, part):
             raise FormatError("the chunk is of other tokens, or of another model or spec")
         sizes = {SLOTS: sum(self.slot_bytes), SINKS: sum(self.sink_sizes(index))}
         _, *found = [(name, x.dtype, x.end - x.begin) for name, x in held.entries.items()]
@@ -219,10 +215,9 @@ class ChunkKind:
 
 
 class Prefix:
-    """Slots and sinks of chunks from the first one on, put together layer by layer.
+    """Slots and sinks of up to `count` first chunks, put together layer by layer.
 
-    Made with room for `count` chunks. Some layers at a time, in front of the others, lie in memory
-    of their own, which goes when a cache took them.
+    Some layers at a time lie in memory of their own, which goes when a cache took them.
     """
 
     def __init__(self, kind: ChunkKind, count: int) -> None:

@@ -38,10 +38,7 @@ def fetched_one(store: Store, key: str, *, verify: bool) -> Blob | None:
 
 
 def fetched(store: Store, keys: Sequence[str]) -> Iterator[tuple[int, Blob | None]]:
-    """Yield each key's number and blob, unverified, the last first, while the next are fetched.
-
-    So the first ones, which all others need, are the latest used.
-    """
+    """Yield each key's number and blob, unverified; the last first, so the first are used last."""
     ends = range(len(keys), 0, -FETCHED)
     parts = [range(end - 1, max(end - FETCHED, 0) - 1, -1) for end in ends]
 

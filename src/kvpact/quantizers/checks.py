@@ -51,10 +51,7 @@ def checks_are_deferred() -> bool:
 
 
 def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
-    """Raise `error()`, which may read the device, unless a 0-d flag is True; or collect the flag.
-
-    Where checks are deferred `good` may be `[B]`, one for each row.
-    """
+    """Raise `error()` unless a flag (deferred, `[B]` too) is True; or collect the flag."""
     if good.is_meta:
         return
     flags: list[Tensor] | None = getattr(_local, "flags", None)
@@ -65,10 +62,7 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
 
 
 def require_finite(x: Tensor, error: Callable[[], NonFiniteError], below: float = math.inf) -> None:
-    """Raise `error()` for NaN or magnitudes of `below` or more; see `require`.
-
-    Where checks are deferred each row, which may be a sequence of its own, has its own flag.
-    """
+    """Raise `error()` for NaN or magnitudes of `below` or more; deferred, by row."""
     if x.is_meta or not x.numel():
         return
     if checks_are_deferred():

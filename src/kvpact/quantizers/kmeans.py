@@ -15,13 +15,9 @@ _CELLS = 1 << 10
 
 
 def nearest(x: Tensor, words: Tensor) -> Tensor:
-    """Return the index of the word nearest to each vector, the same ones in any batch.
+    """Return the index of the word nearest to each vector `[N, n]`, the same ones in any batch.
 
-    Many vectors are searched for among many words cell by cell, which leaves out words that can't
-    be the nearest and changes nothing in the result.
-
-    `x`: `[N, n]` fp32; `words`: `[K, n]` fp32. Returns `[N]` int64; of equally near words the
-    first.
+    Many vectors are searched for among many words cell by cell, which gives the same result.
     """
     if len(words) > _MANY_WORDS and len(x) > _CELLS:
         return _nearest_by_cells(x, words)
@@ -29,10 +25,7 @@ def nearest(x: Tensor, words: Tensor) -> Tensor:
 
 
 def _nearest_by_cells(x: Tensor, words: Tensor) -> Tensor:
-    """Return what `_scan` returns, looking at words near each vector's cell alone.
-
-    At distance a from its cell's centre and u from some word, the nearest is within a + u of it.
-    """
+    """Return what `_scan` does: at distance a from a centre, u from a word, it is within a + u."""
     centres = words[:: len(words) // _CELLS][:_CELLS]
     from_centre, cell = _distances(x, centres)
     homes, order = _groups(_distances(words, centres)[1]), _groups(cell)
@@ -114,9 +107,7 @@ def _draw(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _plus_plus(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return the start of Arthur and Vassilvitskii: words drawn by their squared distance.
 
-    Beyond 256 words several are drawn at a time, as in k-means|| (Bahmani et al.), and beyond 4,096
-    all the others at once: drawn by their distance to those, they lie as densely as many words
-    should (Zador).
+    Beyond 256 words several are drawn at a time (k-means||), beyond 4,096 all the others at once.
     """
     order = torch.randperm(len(x), generator=generator, dtype=torch.int64, device="cpu")
     x = x[order[: 16 * size].to(x.device)]
@@ -134,11 +125,7 @@ def _plus_plus(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
 def kmeans(
     x: Tensor, size: int, generator: torch.Generator, steps: int = 50, tolerance: float = 5e-4
 ) -> Tensor:
-    """Fit a codebook `[size, n]` fp32: a k-means++ start, then Lloyd's steps until nothing changes.
-
-    `x`: `[N, n]` fp32, N at least `size`. `generator`: on the CPU; the result depends on its state.
-    `tolerance`: ends where a step takes less than this share of the error away.
-    """
+    """Fit a codebook `[size, n]` fp32 to `[N, n]`: a k-means++ start, then Lloyd's steps."""
     words, last = _plus_plus(x, size, generator), float("inf")
     for _ in range(steps):
         distance, index = _distances(x, words)

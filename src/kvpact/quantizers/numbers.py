@@ -65,12 +65,10 @@ _LEAST_E5M3 = (127 - 16) * 8  # exponent -16 in the upper bits of fp32
 
 
 def to_e5m3(x: Tensor, what: str) -> Tensor:
-    """Round magnitudes to 8 bits: 5 of exponent, 3 of mantissa, no sign; uint8.
+    """Round magnitudes to uint8: 5 bits of exponent, 3 of mantissa. Raises `NonFiniteError`.
 
-    A byte `8 (e + 16) + m` stands for `2^e (1 + m / 8)`, but 0 for zero, which is what magnitudes
-    below about `2^-16` become. Ties go to the even byte. All are fp16 numbers.
-
-    `x`: finite fp32, none negative. Raises `NonFiniteError`.
+    `8 (e + 16) + m` stands for `2^e (1 + m / 8)`, 0 for what is below about `2^-16`; ties go to
+    even.
     """
     bits = x.contiguous().view(torch.int32)
     rounded = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20

@@ -91,19 +91,13 @@ def lookup(codes: Tensor, bits: int, states: int) -> Tensor:
 
 
 def encode(z: Tensor, bits: int, states: int) -> Tensor:
-    """Return the codes of least square error.
+    """Return the uint8 codes `[..., D]` of least square error of `z`, in steps of the levels.
 
-    The first and the last state have to be equal. A first pass begins in the middle of the vector
-    with all states equal; the state in which its best path is before the first number is the one
-    that the second pass begins and ends with. At 16 states and 64 numbers that is within .7 % of
-    the best. Of vectors with less than `SHORT` numbers, where it would be 14 %, every state is
-    tried.
-
-    Costs are added up in fp32 number by number, ties take the lower index: the bytes are the same
-    in any batch and on any machine.
-
-    `z`: `[..., D]` fp32, in steps of the levels; D at least `LEAST`. `states`: more states find
-    better codes; see `states_of`. Returns `[..., D]` uint8 codes, in the order of the trellis.
+    The first and the last state have to be equal: a first pass from the middle of the vector finds
+    the state that the second one begins and ends with, at 16 states and 64 numbers within .7 % of
+    the best. Of vectors with less than `SHORT` numbers every state is tried. Costs are added up in
+    fp32 number by number, ties take the lower index: the bytes are the same in any batch and on any
+    machine.
     """
     flat = z.reshape(-1, z.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
@@ -113,11 +107,7 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
 
 
 def encode_mixed(y: Tensor, bits: Sequence[int], importance: Tensor, states: int) -> Tensor:
-    """Return the uint8 codes of least weighted square error of numbers with unlike bits.
-
-    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 of each,
-    never rising. `importance`: `[D]` fp32: what each square error counts. `states`: see `encode`.
-    """
+    """Return the codes of least weighted square error of `[..., D]` numbers with unlike `bits`."""
     flat = y.reshape(-1, y.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
     codes, same = [], runs(bits)
@@ -148,10 +138,7 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def nearest_points(z: Tensor, bits: int) -> Tensor:
-    """Return the nearest points of the four subsets, `[D, 4, N]` uint8, of `z` `[D, N]` in steps.
-
-    Points are numbers of middles between a subset's neighbours below.
-    """
+    """Return the nearest points of the four subsets of `z` `[D, N]`: `[D, 4, N]` uint8."""
     of_subset = levels(bits, z.device).view(-1, 4).T
     middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()
     points = [torch.bucketize(z, row, out_int32=True) for row in middles]
@@ -160,12 +147,10 @@ def nearest_points(z: Tensor, bits: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def cells(bits: int) -> Tensor:
-    """Return what is nearest to numbers, by the half steps between which they are, for kernels.
+    """Return levels and points nearest to numbers by their half steps, for kernels: int32, CPU.
 
-    Points change at whole and half steps alone. Cell i of a row has the numbers above `(i - 1) / 2`
-    and up to `i / 2`, counted from the first one's end at `-CELLS / 2`.
-
-    Returns `[2, 2 * CELLS + 1]` int32 on the CPU: levels, then points, of each subset a byte.
+    Points change at whole and half steps alone. Cell i has the numbers above `(i - 1) / 2` and up
+    to `i / 2`, counted from the first one's end at `-CELLS / 2`; of each subset a byte of the word.
     """
     cpu = torch.device("cpu")
     ends = torch.arange(-CELLS, CELLS + 1, dtype=torch.float32, device=cpu) / 2

@@ -26,13 +26,9 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 
 def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise without a zero point, as GGUF's q8_0 (8 bits) and q4_0 (fewer) do.
+    """Return uint8 codes of `[..., n]` and fp16 scales, as GGUF's q8_0 and q4_0 (fewer bits) have.
 
-    With 8 bits the largest magnitude becomes 127; with fewer, the value of largest magnitude
-    becomes `-2**(bits - 1)`, so that all codes are used.
-
-    `x`: `[..., n]` finite fp32. Returns `codes`: `[..., n]` uint8, offset by `2**(bits - 1)`;
-    `scale`: `[..., 1]` fp16.
+    At 8 bits the largest magnitude becomes 127, else that value becomes `-2**(bits - 1)`.
     """
     offset = 1 << (bits - 1)
     if bits == 8:

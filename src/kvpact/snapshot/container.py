@@ -117,10 +117,10 @@ class _File:
 
 
 class Container:
-    """A file's header, its manifest, and its sections; header and table alone are read and checked.
+    """A file's header, its manifest and its sections; header and table alone are read and checked.
 
-    Raises `FormatError` where `buffer` is not of format `kind` and one of `versions`, or damaged;
-    `IntegrityError` where header or table were changed.
+    Raises `FormatError` where it is not of format `kind` and `versions`, `IntegrityError` if
+    changed.
     """
 
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
@@ -269,6 +269,15 @@ class Container:
                 part = data[first - begin : last - begin].clone()
                 found[name] = part.view(entry.dtype).view(entry.shape)
         return found
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all sections, checked, by name."""
+        return {n: x for i in range(self.num_sections) for n, x in self.tensors(i).items()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The manifest that `build` was given."""
+        return {name: value for name, value in self.manifest.items() if name != "sections"}
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every section and call `progress(done, total)`. Raises `IntegrityError`."""

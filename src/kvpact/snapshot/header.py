@@ -171,8 +171,7 @@ def need(good: bool, what: str) -> None:
 def check(value: Any, wanted: Any, what: str) -> None:
     """Raise `FormatError` unless a value is as wanted.
 
-    `wanted`: ``{key: wanted}`` for an object with exactly these keys, ``[wanted]`` for a list, a
-    range for a whole number, a pattern or a set for a text, a type for anything of it;
+    Wanted is ``{key: wanted}`` (exactly these), ``[wanted]``, a range, pattern, set or type;
     ``(wanted,)`` where null will do, too.
     """
     if isinstance(wanted, dict):

@@ -140,9 +140,7 @@ class LayerEntry:
 class Manifest:
     """All that is known of a snapshot without its tensors; see docs/snapshot-format.md.
 
-    `slots`: `FORMAT_VERSION` of the packed slots; `layout`: of the cache that it was taken from;
-    `batch`: rows, 0 if nothing was held; `begin`: the token with which the pages begin; `records`:
-    with tensors on the device ``meta``, which have dtypes and shapes alone.
+    Tensors of `records` are on the device ``meta``.
     """
 
     slots: int

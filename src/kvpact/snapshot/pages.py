@@ -23,10 +23,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return a tensor on the CPU: itself, or a complete copy.
-
-    From a CUDA device it is copied to page-locked memory on a stream of its own, during other work.
-    """
+    """Return a tensor on the CPU, from CUDA by page-locked memory and a stream of its own."""
     x = x.detach()
     if x.device.type != "cuda":
         return x.cpu()

@@ -71,11 +71,9 @@ class Snapshot:
         token_ids: Tensor | None = None,
         records: Sequence[RecordState] = (),
     ) -> Snapshot:
-        """Make a snapshot of plain state, a `LayerState` for each layer; caches call this.
+        """Make a snapshot of each layer's plain state, one at a time; caches call this.
 
-        One layer is there at a time. `slots`: `FORMAT_VERSION` of the slots, which begin with token
-        `begin`; `page_size`: tokens per page of the file, a multiple of every field's unit;
-        `token_ids`: `[T]` or `[B, T]`. Raises `GeometryError` where layers hold unlike batches.
+        `begin`: token with which the slots begin; `page_size`: a multiple of every field's unit.
         """
         batches = {record.tensor.shape[record.rows] for record in records}
         entries, exact, parts, sizes = [], list[tuple[str, Tensor | Columns]](), [], []
@@ -235,10 +233,7 @@ class Snapshot:
         return Snapshot.from_bytes, (self.to_bytes(),)
 
     def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
-        """Return a layer's state, of the pages `first <= p < last` of the file, or of all.
-
-        Its own bytes alone are read, and checked. Raises `IntegrityError` where they were changed.
-        """
+        """Return a layer's state, of all pages or some; `IntegrityError` where it was changed."""
         m = self.manifest
         if not 0 <= index < len(m.layers):
             raise GeometryError(f"layer {index!r} is not one of 0 ... {len(m.layers) - 1}")

@@ -52,21 +52,15 @@ def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
             if not x.numel():
                 raise FormatError(f"the codec's state {part!r} is empty")
         if stream.offset is not None:
-            given |= {f"offset.{part}": x for part, x in offset_tensors(stream.offset).items()}
+            numbers = stream.offset.bias, stream.offset.channels, stream.offset.frequencies
+            kinds = torch.float32, torch.int32, torch.float32
+            for part, own, kind in zip(OFFSET_TENSORS, numbers, kinds, strict=True):
+                given[part] = torch.tensor(own, dtype=kind, device="cpu")
         for part in StreamEntry.of(stream).tensors():
             x = given[part] if part in given else getattr(stream, part)
             if x.numel():  # keys that are made of values have a width of 0
                 found[f"layer.{index}.{side}.{part}"] = x
     return found
-
-
-def offset_tensors(offset: KeyOffset) -> dict[str, Tensor]:
-    """Return a key offset's numbers by the names of their tensors."""
-    return {
-        "bias": torch.tensor(offset.bias, dtype=torch.float32, device="cpu"),
-        "channels": torch.tensor(offset.channels, dtype=torch.int32, device="cpu"),
-        "frequencies": torch.tensor(offset.frequencies, dtype=torch.float32, device="cpu"),
-    }
 
 
 def read_offset(

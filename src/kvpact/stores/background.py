@@ -18,6 +18,7 @@ from kvpact.stores.base import (
     Blob,
     GCReport,
     Key,
+    ManyStore,
     Progress,
     Store,
     StoreStats,
@@ -27,7 +28,7 @@ from kvpact.stores.base import (
 )
 
 
-class BackgroundStore(Store):
+class BackgroundStore(ManyStore):
     """Hands blobs to a thread that writes them to `inner`, in the order in which they came.
 
     What waits can be read already. A second put of a key that waits replaces the first. A write
@@ -155,10 +156,6 @@ class BackgroundStore(Store):
             return self._waiting[name]
         return self._writing[1] if self._writing and self._writing[0] == name else None
 
-    def get(self, key: Key) -> bytes | None:
-        """Return a blob that waits or is stored; see `Store.get`."""
-        return self.get_many([key])[0]
-
     def fetch(self, key: Key) -> bytes | None:
         """Return a blob that waits or is stored; see `Store.fetch`."""
         return self._found([key], lambda keys: list(map(self._inner.fetch, keys)))[0]
@@ -188,10 +185,6 @@ class BackgroundStore(Store):
         rest = [name for name, here in zip(names, waits, strict=True) if not here]
         stored = iter(self._inner.contains_many(rest))
         return [here or next(stored) for here in waits]
-
-    def contains(self, key: Key) -> bool:
-        """Return whether an entry waits or is stored; see `Store.contains`."""
-        return self.contains_many([key])[0]
 
     def delete(self, key: Key) -> bool:
         """Remove an entry wherever it is; see `Store.delete`."""

@@ -196,6 +196,18 @@ class Store(ABC):
         self.close()
 
 
+class ManyStore(Store):
+    """A store that is asked for many keys at once, also for one."""
+
+    def get(self, key: Key) -> bytes | None:
+        """Return a blob; see `Store.get`."""
+        return self.get_many([key])[0]
+
+    def contains(self, key: Key) -> bool:
+        """Return whether there is an entry; see `Store.contains`."""
+        return self.contains_many([key])[0]
+
+
 def check_key(key: Key) -> str:
     """Return a key as the string under which it is stored. Raises `StoreKeyError`."""
     name = bytes(key).hex() if isinstance(key, bytes | bytearray) else key

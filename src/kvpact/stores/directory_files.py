@@ -41,11 +41,7 @@ def lock(handle: int, *, wait: bool) -> bool:
 
 
 class Blobs:
-    """Files of a store, named by the hash of their key and a random number.
-
-    A file's name is used once. So a reader that looked a name up reads the entry that it looked up,
-    or nothing.
-    """
+    """Files of a store, named by the hash of their key and a random number, each name used once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "blobs"

@@ -16,6 +16,7 @@ from kvpact.stores.base import (
     Blob,
     GCReport,
     Key,
+    ManyStore,
     Progress,
     Store,
     StoreStats,
@@ -31,7 +32,7 @@ _NONCE = 12
 _HEAD = len(MAGIC) + 1 + 8
 
 
-class EncryptedStore(Store):
+class EncryptedStore(ManyStore):
     """Encrypts and authenticates blobs (AEAD); the entry's key is part of what is authenticated.
 
     So nobody who can write to the store can change an entry, or put one in another's place. Keys of
@@ -87,10 +88,6 @@ class EncryptedStore(Store):
         sealed = self._cipher.encrypt(nonce, check_blob(blob), self._head + name.encode())
         self._inner.put(name, b"".join((self._head, nonce, sealed)))
 
-    def get(self, key: Key) -> bytes | None:
-        """Return a blob, authenticated; see `Store.get`."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs, authenticated; see `Store.get_many`."""
         return self._blobs(keys, self._inner.get_many)
@@ -135,10 +132,6 @@ class EncryptedStore(Store):
         other = "with another secret or cipher" if view[: len(MAGIC)] == MAGIC else "not at all"
         warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
         return None
-
-    def contains(self, key: Key) -> bool:
-        """Return whether there is an entry; see `Store.contains`."""
-        return self._inner.contains(key)
 
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
         """Return for each key whether there is an entry; see `Store.contains_many`."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kvpact.errors import FormatError, IntegrityError, StoreError
+from kvpact.errors import StoreError
 from kvpact.stores.base import Clock, GCReport, is_key, optional
-from kvpact.stores.record_store import Found, RecordStore
-from kvpact.stores.records import LONGEST_HEADER, peek
+from kvpact.stores.record_store import AgedStore, Found
+from kvpact.stores.records import LONGEST_HEADER
 
 _SUFFIX = ".kvr"
 _ASIDE = ".part"
@@ -20,7 +20,7 @@ _RENAMES = {"file", "local", "sftp", "ssh", "smb", "hdfs", "ftp"}
 _ABANDONED = 86_400.0  # seconds after which nobody writes to a file aside any more
 
 
-class FsspecStore(RecordStore):
+class FsspecStore(AgedStore):
     """One object an entry, named by its key, under a URL such as ``s3://bucket/folder``.
 
     An object store publishes an object whole; on file systems an entry is written aside and
@@ -131,9 +131,6 @@ class FsspecStore(RecordStore):
         with suppress(FileNotFoundError), self._named_errors():
             self._fs.rm_file(self._path(name))
 
-    def _contains(self, name: str) -> bool:
-        return self._young(name) is True
-
     def _contains_many(self, names: Sequence[str]) -> list[bool]:
         if self._ttl is not None:
             return super()._contains_many(names)
@@ -147,20 +144,18 @@ class FsspecStore(RecordStore):
                 raise self._named(one) from _shown_cause(one)
         return [not isinstance(one, Exception) for one in found]
 
-    def _young(self, name: str) -> bool | None:
-        """Return whether an entry is young enough; None where there is none."""
+    def _exists(self, name: str) -> bool:
+        with self._named_errors():
+            return bool(self._fs.exists(self._path(name)))
+
+    def _head(self, name: str) -> tuple[bytes, int] | None:
         path = self._path(name)
         try:
             with self._named_errors():
-                if self._ttl is None:
-                    return bool(self._fs.exists(path)) or None
                 head = self._fs.cat_file(path, start=0, end=LONGEST_HEADER)
-                size = int(self._fs.size(path))
-            return not self._expired(peek(head, size)[1])
+                return head, int(self._fs.size(path))
         except FileNotFoundError:
             return None
-        except (IntegrityError, FormatError):
-            return True  # whole or not is for `get` to say
 
     def _delete(self, name: str) -> bool:
         held = self._contains(name)

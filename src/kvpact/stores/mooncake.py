@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from kvpact.errors import (
     BackendUnavailable,
-    FormatError,
-    IntegrityError,
     StoreError,
     StoreFull,
     StoreUnavailable,
@@ -21,8 +19,8 @@ from kvpact.errors import (
 from kvpact.stores.base import KEY_PATTERN, Clock, GCReport, StoreWarning, check_prefix
 from kvpact.stores.mooncake_client import LANES, CannotStart, MooncakeClient, NoAnswer
 from kvpact.stores.mooncake_url import Options, local_address, options_of
-from kvpact.stores.record_store import Found, Outage, RecordStore
-from kvpact.stores.records import LONGEST_HEADER, peek
+from kvpact.stores.record_store import AgedStore, Found, Outage
+from kvpact.stores.records import LONGEST_HEADER
 
 _NO_ROOM, _INVALID, _NOT_READY, _MISSING = -200, -600, -703, -704
 _UNREACHABLE = {
@@ -32,7 +30,7 @@ _UNREACHABLE = {
 }
 
 
-class MooncakeStore(RecordStore):
+class MooncakeStore(AgedStore):
     """Entries in the memory that the processes of a Mooncake cluster give to it.
 
     A master knows which entry lies where; bytes go from process to process over TCP. What a
@@ -235,29 +233,23 @@ class MooncakeStore(RecordStore):
             self._refused(code)
         return bool(code == 0)
 
-    def _contains(self, name: str) -> bool:
-        return self._young(name) is True
-
     def _contains_many(self, names: Sequence[str]) -> list[bool]:
         with ThreadPoolExecutor(LANES) as pool:
             return list(pool.map(self._contains, names))
 
-    def _young(self, name: str) -> bool | None:
-        """Return whether an entry is young enough; None where there is none."""
-        if self._ttl is None:
-            code = self._call("ask", "exists", name)
-            if code not in (0, 1):
-                self._refused(code)
-            return bool(code) or None
-        found = self._call("head", name, LONGEST_HEADER)
-        if isinstance(found, int):
-            if found in (_MISSING, _NOT_READY):
-                return None
-            self._refused(found)
-        try:
-            return not self._expired(peek(*found)[1])
-        except (IntegrityError, FormatError):
-            return True  # whole or not is for `get` to say
+    def _exists(self, name: str) -> bool:
+        code = self._call("ask", "exists", name)
+        if code not in (0, 1):
+            self._refused(code)
+        return bool(code)
+
+    def _head(self, name: str) -> tuple[bytes, int] | None:
+        found: tuple[bytes, int] | int = self._call("head", name, LONGEST_HEADER)
+        if not isinstance(found, int):
+            return found
+        if found in (_MISSING, _NOT_READY):
+            return None
+        self._refused(found)
 
     def _delete(self, name: str) -> bool:
         held = self._ttl is None or self._contains(name)

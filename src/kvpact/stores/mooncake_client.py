@@ -57,9 +57,7 @@ class _StoreCall:
 class MooncakeClient:
     """A process with a client of a Mooncake cluster, and memory shared with it, for any threads.
 
-    A call that is not answered in time raises; its part of the memory, a `LANES`-th, is used again
-    when the late answer comes, or never. `settings`: what the process is given besides memory and
-    limits; `log`: the file to which what Mooncake prints is appended.
+    A call that is not answered in time raises; its part of the memory waits for the late answer.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,20 +18,20 @@ from kvpact.stores.base import (
     Clock,
     GCReport,
     Key,
+    ManyStore,
     Progress,
-    Store,
     StoreStats,
     StoreWarning,
     check_blob,
     check_key,
 )
-from kvpact.stores.records import RecordEntry, seal, unseal
+from kvpact.stores.records import RecordEntry, peek, seal, unseal
 
 Found = tuple[bytes, Any] | StoreError | None
 """A record and its token, why it could not be read, or nothing."""
 
 
-class RecordStore(Store):
+class RecordStore(ManyStore):
     """A store that seals and checks entries; subclasses only move bytes."""
 
     def __init__(
@@ -114,10 +115,6 @@ class RecordStore(Store):
             self._count("errors")
             raise
 
-    def get(self, key: Key) -> bytes | None:
-        """Return a blob; see `Store.get`."""
-        return self.get_many([key])[0]
-
     def get_many(self, keys: Sequence[Key]) -> list[bytes | None]:
         """Return blobs; see `Store.get_many`."""
         return [None if blob is None else bytes(blob) for blob in self._blobs(keys, verify=True)]
@@ -167,10 +164,6 @@ class RecordStore(Store):
             self._count("misses" if entry is None else "hits")
         return None if entry is None else entry.blob
 
-    def contains(self, key: Key) -> bool:
-        """Return whether there is an entry; see `Store.contains`."""
-        return self.contains_many([key])[0]
-
     def contains_many(self, keys: Sequence[Key]) -> list[bool]:
         """Return for each key whether there is an entry; see `Store.contains_many`."""
         names, found = [check_key(key) for key in keys], list[bool]()
@@ -215,8 +208,12 @@ class RecordStore(Store):
         for done, name in enumerate(names, 1):
             if progress is not None:
                 progress(done, len(names), name)
-            found = self._read(name, use=False)
-            if found is not None and not self._intact(name, found[0]):
+            if (found := self._read(name, use=False)) is None:
+                continue
+            try:
+                with suppress(FormatError):  # a later version's, and whole
+                    unseal(name, found[0])
+            except IntegrityError:
                 self._count("damaged")
                 self._discard(name, found[1])
                 freed = report.freed + len(found[0])
@@ -259,16 +256,6 @@ class RecordStore(Store):
             return None
         return entry
 
-    @staticmethod
-    def _intact(name: str, record: bytes) -> bool:
-        try:
-            unseal(name, record)
-        except IntegrityError:
-            return False
-        except FormatError:
-            pass  # a later version's, and whole
-        return True
-
     def _expired(self, created: float) -> bool:
         return self._ttl is not None and self._clock() - created >= self._ttl
 
@@ -279,6 +266,30 @@ class RecordStore(Store):
     def _count(self, name: str, by: int = 1) -> None:
         with self._counts_lock:
             self._counts[name] += by
+
+
+class AgedStore(RecordStore):
+    """A store whose entries alone say how old they are."""
+
+    @abstractmethod
+    def _exists(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _head(self, name: str) -> tuple[bytes, int] | None:
+        """Return the first `LONGEST_HEADER` bytes and the size of a record, if it is there."""
+
+    def _contains(self, name: str) -> bool:
+        return self._young(name) is True
+
+    def _young(self, name: str) -> bool | None:
+        """Return whether an entry is young enough; None where there is none."""
+        if self._ttl is None:
+            return self._exists(name) or None
+        found = self._head(name)
+        try:
+            return None if found is None else not self._expired(peek(*found)[1])
+        except (IntegrityError, FormatError):
+            return True  # whole or not is for `get` to say
 
 
 _ASKED = 500

@@ -14,11 +14,7 @@ from kvpact.errors import GeometryError
 
 
 def principal_directions(x: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
-    """Return the energies and the right singular vectors of finite tokens `[B, H, T, D]`.
-
-    `per_head`: one SVD per head, of `[B * T, D]`; else one for all. Returns float64 `[H or 1, D]`,
-    descending, not below 0, and `[H or 1, D, D]`, a direction a column.
-    """
+    """Return falling energies `[H or 1, D]` and right singular vectors of tokens, in fp64."""
     gram = torch.zeros(x.shape[1], x.shape[3], x.shape[3], dtype=torch.float64, device=x.device)
     for row in x:
         for head, vectors in enumerate(row):
@@ -41,10 +37,7 @@ def check_heads(table: Tensor, x: Tensor) -> None:
 
 
 def project(x: Tensor, basis: Tensor) -> Tensor:
-    """Return the coefficients of tokens, the same bits in any batch.
-
-    `x`: `[B, H, T, D]` fp32; `basis`: `[H or 1, D, R]`. Returns `[B, H, T, R]` fp32.
-    """
+    """Return the coefficients `[B, H, T, R]` of tokens on a basis, the same bits in any batch."""
     check_heads(basis, x)
     basis = basis.to(torch.float32)
     # One channel after the other: a matrix product may round differently for other shapes.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.snapshot.state import CacheState, LayerState
 from kvpact.spec import Spec
 
+T = TypeVar("T")
 _DEFAULT = AttendConfig()
 
 
@@ -138,17 +139,7 @@ class ContiguousCache(Evictable, BatchRows):
         """Take the ordinary way."""
         if not isinstance(q, Tensor):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
-        check_layer(layer, len(self._layers))
-        entry = self._layers[layer]
-        self._make_room(layer, k, v, q, config)
-        with self.compute.checking(), entry.lock:
-            sizes = self._check(layer, k, v, q, config)
-            if k.shape[2] <= MOST_STEP:
-                self._end_prompt()
-            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
-            output = attend(entry, k, v, q, config, sizes)
-            self._stored(layer)
-            return output
+        return self._checked(attend, layer, k, v, q, config)
 
     @detached
     def store(
@@ -165,18 +156,21 @@ class ContiguousCache(Evictable, BatchRows):
         For engines that get K and V before the query. Parameters and errors as in `attend`; of
         `config` only `padding` and `exact_new` matter here; codecs that learn may learn from `q`.
         """
-        config = attend_config(config)
+        return self._checked(CacheLayer.store, layer, k, v, q, attend_config(config))
+
+    def _checked(self, call: Callable[..., T], layer: int, k: Tensor, v: Tensor, *others: Any) -> T:
+        """Check new tokens, and let a layer store them by a call; `others`: queries, config."""
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
-        self._make_room(layer, k, v, q, config)
+        self._make_room(layer, k, v, *others)
         with self.compute.checking(), entry.lock:
-            sizes = self._check(layer, k, v, q, config)
+            sizes = self._check(layer, k, v, *others)
             if k.shape[2] <= MOST_STEP:
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
-            step = entry.store(k, v, config, q, sizes)
+            result = call(entry, k, v, *others, sizes)
             self._stored(layer)
-            return step
+            return result
 
     def _end_prompt(self) -> None:
         if self.heap.active:

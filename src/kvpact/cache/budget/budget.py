@@ -26,8 +26,7 @@ DEFAULT_RUNGS = ("none", *(f"trellis:bits={bits}" for bits in (6, 4, 3, 2)))
 class Budget:
     """The budget of a cache: bytes, a ladder and an order; see `Planner`.
 
-    `rungs`: one spec per layer each; `extra`: bytes of a row that the cache does not hold itself,
-    by the bytes of an exact number.
+    `extra`: bytes of a row that the cache does not hold itself, by the bytes of an exact number.
     """
 
     bytes: int
@@ -71,9 +70,9 @@ def _planned(
 def ladder_of(
     first: Sequence[Spec] | None, rungs: Sequence[SpecLike] | None, layers: int
 ) -> tuple[tuple[Spec, ...], ...]:
-    """Return the rungs of a ladder, one spec per layer each, checked; raises `SpecError`.
+    """Return the rungs of a ladder, one spec per layer each, checked. Raises `SpecError`.
 
-    `first`: the first rung, before default ones of fewer bits; exact if omitted; `rungs`: instead.
+    `first`: before default ones of fewer bits; exact if omitted; `rungs`: instead of both.
     """
     if rungs is not None:
         if isinstance(rungs, str | Spec | Mapping) or not rungs:

@@ -60,10 +60,8 @@ class Change(NamedTuple):
 class Schedule:
     """The spec of each layer by length, within a `budget` of bytes, for so many rows.
 
-    - `layers`: of each layer, by length; the first one is at 0 tokens.
-    - `max_tokens`: that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
-    - `facts`: a method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
-    - `heads`, `itemsize`: KV heads, and bytes of an exact number.
+    `max_tokens`: at the lowest rungs (`MOST_TOKENS`: no limit); `facts`: of a method for K (0) or V
+    (1).
     """
 
     budget: int
@@ -266,10 +264,7 @@ class Planner:
                 heappush(heap, self.worth(part, tokens))
 
     def plan(self) -> Schedule:
-        """Return the schedule: with room for both parts of a layer where that holds more.
-
-        Raises `BudgetExceeded` where not even a few tokens fit at the lowest rungs.
-        """
+        """Return the schedule, with room for both parts of a layer where it holds more."""
         one = self.planned()
         self.both = True
         changes, tokens = max(one, self.planned(), key=lambda found: found[1])

@@ -29,10 +29,9 @@ Rungs = Sequence[tuple[int, Spec]]
 
 
 class Descent(NamedTuple):
-    """The rungs that a layer has left (`Held.descent`); a rollback leaves them as they are.
+    """The rungs that a layer has left, which a rollback leaves as they are.
 
-    - `rungs`: the spec of now and those to come.
-    - `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
+    `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
     """
 
     rungs: Rungs
@@ -143,10 +142,7 @@ class BudgetLayer(CacheLayer):
         return any(stream.offset is not None for stream in made)
 
     def go_down(self, tokens: int) -> None:
-        """Hold the tokens by the spec of so many: K, then V, only one of them twice.
-
-        What an interrupt leaves, with K gone down alone, goes on as any other state does.
-        """
+        """Hold the tokens by the spec of so many: K, then V; after an interrupt perhaps K alone."""
         with self.lock:
             for key in (True, False):
                 held, (rungs, ahead) = self._held, self._descent
@@ -187,10 +183,7 @@ class BudgetLayer(CacheLayer):
         seen: Tensor | None,
         ahead: Stream | None,
     ) -> tuple[Pair, tuple[Tensor, Tensor]]:
-        """Store new tokens up to the last step, and take all; return the streams, and what is left.
-
-        `steps`: the spec of now, and those to take.
-        """
+        """Store new tokens up to the last of `steps`, take all; return streams and what is left."""
         (_, first), left, done = steps[0], [], []
         for side, (stream, x) in enumerate(zip(pair, new, strict=True)):
             before, queries = (first.value, None) if side else (first.key, seen)
@@ -225,10 +218,7 @@ def _up_to(
 def in_pieces(
     stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None
 ) -> tuple[Stream, Tensor]:
-    """Store all but the last new tokens after others, a few at a time; return what is left.
-
-    An append after a tail copies its tokens while it encodes them, which have no room at once.
-    """
+    """Store all but the last new tokens a few at a time (copies have no room); return the rest."""
     size = PIECE * 4 // stream.memory.tensor.element_size()
     while stream.length and x.shape[2] > size:
         stream, x = stream.prepare(x[:, :, :size], padding, seen).write(), x[:, :, size:]

@@ -108,12 +108,7 @@ class CacheLayer:
         return f"{type(self).__name__}({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
 
     def store(
-        self,
-        k: Tensor,
-        v: Tensor,
-        config: AttendConfig,
-        q: Tensor | None = None,
-        sizes: Sizes = None,
+        self, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, sizes: Sizes = None
     ) -> Step:
         """Store new tokens and return them with a view of the past."""
         with self.lock:

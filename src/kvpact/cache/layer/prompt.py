@@ -62,12 +62,9 @@ class Ready(NamedTuple):
 
 
 class LayerSide(NamedTuple):
-    """K or V after first tokens.
+    """K or V after first tokens: the `empty` stream before, counts, a store like theirs.
 
-    - `empty`, `packed`, `start`: the stream before; how many are packed; where the tail starts.
-    - `store`: for their slots.
-    - `shape`, `length`: of the tail, `[B, H, n, D]`; all tokens.
-    - `limit`: the largest magnitude that is surely stored.
+    `shape`: of the tail; `limit`: the largest magnitude that is surely stored.
     """
 
     empty: Stream
@@ -158,10 +155,7 @@ class Prompt:
     def take(
         self, call: Call, sizes: Sequence[float], held: Held, lock: Lock, exact_new: bool
     ) -> LayerPlan | None:
-        """Store another layer's first tokens and return its plan; None: the ordinary way decides.
-
-        Nobody reads what is stored before the layer holds it.
-        """
+        """Store another layer's first tokens; return its plan, or None for the ordinary way."""
         k, v, q = call
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None

@@ -88,7 +88,7 @@ def quick_step(
     index: int | None = None,
     stay: bool = False,
 ) -> tuple[Held, StepRow] | None:
-    """Return what a layer, row `index` of many, holds after a step, and what a backend has to do.
+    """Return what a layer, row `index` of many, holds after a step, and a backend's part.
 
     None where it can't; `stay`: slots lie where they lay.
     """

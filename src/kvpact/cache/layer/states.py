@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpact.cache.checks import check_fits
 from kvpact.cache.layer.layer import CacheLayer
-from kvpact.cache.stream.codecs import Calibration, codec_of
+from kvpact.cache.stream.codecs import Calibration, codecs_of
 from kvpact.cache.stream.energies import E5M2
 from kvpact.cache.stream.stream import Stream
 from kvpact.errors import (
@@ -46,15 +46,9 @@ PAGE_TOKENS = 64
 def page_tokens(
     specs: Sequence[Spec], geometry: CacheGeometry, given: int | None, name: str = "page_size"
 ) -> int:
-    """Return the tokens of a page: whole tiles and groups, the least from 64 on or those `given`.
-
-    Raises `GeometryError`.
-    """
-    dtype, groups = geometry.dtype or torch.float32, set()
-    for spec in set(specs):
-        groups.add(codec_of(spec.key, True, geometry.head_dim, dtype).group)
-        groups.add(codec_of(spec.value, False, geometry.value_dim, dtype).group)
-    least = lcm(TILE, *groups)
+    """Return a page's tokens, whole tiles and groups, 64 at least. Raises `GeometryError`."""
+    codecs = (x for spec in set(specs) for x in codecs_of(spec, geometry, torch.float32))
+    least = lcm(TILE, *(codec.group for codec in codecs))
     size = lcm(PAGE_TOKENS, least) if given is None else given
     if type(size) is not int or size < 1 or size % least:
         raise GeometryError(f"{name} should be a multiple of {least} tokens, not {given!r}")

@@ -59,11 +59,7 @@ class Step(NamedTuple):
             return self.plan.attend((self._call(q, config),))
 
     def attend_made(self, q: Tensor, config: AttendConfig, keys: KeyMaking) -> Tensor:
-        """Attend as `attend` does over a cache without keys (`head_dim` 0), K = V.
-
-        Values are decompressed chunk by chunk, and `keys` makes the keys of them. Errors as of
-        `attend`.
-        """
+        """Attend as `attend` over a cache without keys (K = V), which `keys` makes by chunks."""
         with self.lock, torch.no_grad():
             return self.plan.attend_made(self._call(q, config), keys)
 
@@ -74,11 +70,10 @@ class Step(NamedTuple):
         return AttendCall(self.view, k, v, q, config, self.padding, self.latent)
 
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
-        """Return K and V of all tokens, decompressed when read.
+        """Return K and V of all tokens, decompressed when read; new ones may not change before.
 
-        The new tokens are the tensors that were given: they may not be overwritten before. Over
-        latents K is `[c_kv, k_rope]` and V is `c_kv`, as absorbed attention sees them. With `q`, a
-        method's bias (TurboQuant prod) is the result's `logit_bias`, without it is in K.
+        Over latents K is `[c_kv, k_rope]` and V is `c_kv`. With `q`, a method's bias is the
+        result's `logit_bias`, without it is in K.
         """
         view, k, v = self.view, self.k, self.v
         # A latent is key and value at once: as a value it has to be whole.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.layer.layer import CacheLayer
-from kvpact.cache.stream.stream import Stream
-from kvpact.kernels import largest
-from kvpact.quantizers.numbers import HALF_MAX
+from kvpact.kernels import largest, surely_stored
 
 
 class Wait(NamedTuple):
     """The first tokens of a layer that an engine may keep itself, exact, before it stores them.
 
-    None of them is packed then. Tokens with numbers below `k_limit` and `v_limit` can surely be
-    stored; with `deferred` storing them is soon enough to look.
+    Those below `k_limit` and `v_limit` can surely be stored; with `deferred` nobody looks before.
     """
 
     tokens: int
@@ -30,12 +26,13 @@ class Wait(NamedTuple):
     @classmethod
     def of(cls, layer: CacheLayer, k: Tensor, v: Tensor) -> Wait:
         """Return it for a layer that is to hold tokens like `k` and `v` `[B, H_kv, T, D]`."""
-        streams = key, value = layer.new_stream(k, True), layer.new_stream(v, False)
+        streams = layer.new_stream(k, True), layer.new_stream(v, False)
         tokens = min(
             s.room_before(0) if s.codec.ready or not s.codec.learns_from else s.learning[0]
             for s in streams
         )
-        return cls(tokens, k.dtype, _limit(key), _limit(value), layer.compute.deferred)
+        k_limit, v_limit = (surely_stored(s.plan, s.memory.tensor.shape[3]) for s in streams)
+        return cls(tokens, k.dtype, k_limit, v_limit, layer.compute.deferred)
 
     def holds(self, held: int, k: Tensor, v: Tensor) -> bool:
         """Return whether new tokens of a call may wait along with `held` that do."""
@@ -50,12 +47,3 @@ class Wait(NamedTuple):
             return True
         k_size, v_size = largest(k, v)
         return k_size < self.k_limit and v_size < self.v_limit
-
-
-def _limit(stream: Stream) -> float:
-    codec, limit = stream.codec, stream.plan.limit
-    root = math.sqrt(stream.memory.tensor.shape[3] or 1)
-    least = min(codec.max_abs, codec.max_norm) / root
-    if codec.group > 1:
-        return least
-    return min(least, HALF_MAX / root if limit is None else limit)

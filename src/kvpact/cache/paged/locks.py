@@ -41,10 +41,9 @@ def alone(call: Callable[Concatenate[Pages, P], T]) -> Callable[Concatenate[Page
 
 
 class SequencePages:
-    """The sequences of a paged cache and their pages.
+    """The sequences of a paged cache and their pages, which belong to their tables.
 
-    In which order locks are taken, the package's README says ("Locks"). Pages belong to the tables
-    of sequences: references and free pages are made again from them after an interrupted call.
+    The package's README ("Locks") says in which order locks are taken.
     """
 
     layout = "paged"

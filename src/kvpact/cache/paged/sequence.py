@@ -41,7 +41,7 @@ class PagedSequence:
 
 
 class KnownRows(NamedTuple):
-    """Rows that took a step of a layer together, what holds them, and their runners, which match.
+    """Rows that took a step of a layer together, what holds them, and their runners.
 
     `room`: tokens that fit every row's pages before a shared one, counted at `PagePool.changes`.
     """

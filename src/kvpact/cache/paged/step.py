@@ -31,10 +31,7 @@ def store_rows(
     good: Sequence[Tensor | None],
     before: Before | None = None,
 ) -> list[Step]:
-    """Carry out `PagedKVCache.step`; the tokens were checked, as `good` tells.
-
-    The layer's lock is held throughout, so that nobody cuts or frees a sequence in between.
-    """
+    """Carry out `PagedKVCache.step` of checked tokens; the layer's lock is held throughout."""
     with cache.layer_locks[layer]:
         counts = [k.shape[2] for k, _ in tokens.values()]
         size = sum(k.nbytes + v.nbytes for k, v in tokens.values())

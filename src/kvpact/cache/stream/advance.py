@@ -48,10 +48,7 @@ def advance(
     window: int,
     learns_from: int = 0,
 ) -> Advance:
-    """Return the counts after `new` tokens, which are packed in whole units (see `unit_of`).
-
-    `learns_from`: tokens past the window before any is packed, of a codec that is to learn.
-    """
+    """Return the counts after `new` tokens, which are packed in whole units (see `unit_of`)."""
     held, length = length, length + new
     out = (length - window) // unit * unit if length > window else 0
     out = out if out >= learns_from else 0

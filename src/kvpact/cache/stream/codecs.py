@@ -65,6 +65,13 @@ def codec_of(method: Method, key: bool, dim: int, dtype: torch.dtype) -> Codec:
     return make_codec(method, key, dim, dtype)
 
 
+def codecs_of(spec: Spec, geometry: CacheGeometry, dtype: torch.dtype) -> tuple[Codec, Codec]:
+    """Return the codecs of K and V, of a dtype where the geometry has none."""
+    dtype = geometry.dtype or dtype
+    key = codec_of(spec.key, True, geometry.head_dim, dtype)
+    return key, codec_of(spec.value, False, geometry.value_dim, dtype)
+
+
 Learnt = Tensor | Mapping[str, Tensor]
 """Tokens to learn from, `[B, H_kv, T, D]`, or what a codec learnt before (`Codec.state`)."""
 Calibration = Mapping[int, tuple[Learnt, Learnt]] | ModelCalibration
@@ -96,9 +103,7 @@ def layer_codecs(
         check_layer(layer, len(specs))
     pairs = []
     for layer, spec in enumerate(specs):
-        dtype = geometry.dtype or _dtype(layer, given)
-        k = codec_of(spec.key, True, geometry.head_dim, dtype)
-        v = codec_of(spec.value, False, geometry.value_dim, dtype)
+        k, v = codecs_of(spec, geometry, geometry.dtype or _dtype(layer, given))
         if layer in given:
             k, v = (
                 _fitted(codec, learnt, geometry.num_kv_heads, offset)
@@ -145,10 +150,7 @@ def _fitted(codec: Codec, learnt: Learnt, heads: int, offset: KeyOffset | None) 
 
 
 def small_sizes(sizes: Sequence[float], shared: tuple[Codec, Codec] | None) -> tuple[float, float]:
-    """Return the largest magnitudes of K and V, one of which is small.
-
-    Raises `NonFiniteError` where codecs are shared by pages, and so can't be scaled.
-    """
+    """Return the largest magnitudes of K and V; `NonFiniteError` where pages share codecs."""
     for name, codec, size in zip("kv", shared or (), sizes, strict=False):
         if scaled_for(codec, size) is not codec:
             raise NonFiniteError(

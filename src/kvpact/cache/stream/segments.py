@@ -70,13 +70,9 @@ def slab_shape(fields: tuple[Field, ...], batch: int, heads: int, tokens: int) -
 
 
 class Slab:
-    """Segments of one shape; each field of all of them lies in one piece.
+    """Segments of one shape; each field of all lies in one piece, and is viewed when asked for.
 
-    Views of fields are made when they are asked for: objects that live on between what a model
-    computes keep the heap from giving back what is freed around them.
-
-    `memory`: `[bytes]` uint8, field by field `[segments, B, H, units, …]`; `count`: the segments
-    that are used, the first ones.
+    `memory`: `[bytes]` uint8, field by field `[segments, B, H, units, …]`; `count`: those used.
     """
 
     __slots__ = ("_total", "count", "memory", "shape")

@@ -114,10 +114,7 @@ class Stream(NamedTuple):
     def prepare(
         self, x: Tensor, padding: Tensor | None, seen: Tensor | None, size: float | None = None
     ) -> AppendPlan:
-        """Encode tokens `[B, H, new, D]`, checked, and allocate what they need.
-
-        `seen`: see `Held`; `size`: the largest magnitude in `x`, where it is known.
-        """
+        """Encode tokens `[B, H, new, D]`, checked, and allocate what they need; see `Held.seen`."""
         given, x = x, x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else self.coded(given, self.length)
         held, codec, plan = self.length, self.codec, self.plan

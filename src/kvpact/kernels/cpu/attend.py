@@ -113,8 +113,7 @@ class NativeCall(NamedTuple):
 def native_call(call: AttendCall, out: int) -> NativeCall:
     """Return the arguments of a checked call, with `out`, the address of its fp32 output.
 
-    The view and the tokens have to stay, unwritten, as long as the arguments are used. Raises
-    `CorruptState` where K and V hold unlike numbers of tokens: other memory would be read.
+    The view and the tokens have to stay while these are used. Raises `CorruptState`.
     """
     view, k, v, q, config, padding, _ = call
     batch, q_heads, queries, _ = q.shape

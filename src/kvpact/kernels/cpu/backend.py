@@ -53,11 +53,7 @@ class CpuBackend(Backend):
         return "" if device.type == "cpu" else f"the native kernels don't run on {device}"
 
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
-        """Cover codecs whose form kernels decode (attend, decode) or encode.
-
-        Numbers that are stored as they are need no encoder: torch copies them. Of codecs that
-        learn, those of `trellis` are covered.
-        """
+        """Cover forms that kernels decode or encode, copies by torch, and learning of `trellis`."""
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if operation == "encode":

@@ -95,11 +95,7 @@ class CpuEncoder:
         self._known: ref[CodecEncoder] | None = None  # the codec has it, and what it learnt
 
     def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
-        """Return the tokens, which can't fail any more; or the torch body's arrays.
-
-        Where a magnitude might be beyond the format, the torch body decides, and names it; it also
-        encodes what a codec learns from.
-        """
+        """Return the tokens, which can't fail any more; or torch's arrays where they might."""
         form = self._form()
         if not form.learnt:
             return TorchEncoder(self._codec).prepare(x)
@@ -118,10 +114,7 @@ class CpuEncoder:
         return found
 
     def write(self, prepared: Prepared, source: WritableSource, start: int) -> None:
-        """Encode tokens into segments.
-
-        Raises `KernelError` where the kernel refused its arguments; the slots are as they were.
-        """
+        """Encode tokens into segments. Raises `KernelError`; the slots are as they were."""
         if isinstance(prepared, dict):
             TorchEncoder(self._codec).write(prepared, source, start)
             return

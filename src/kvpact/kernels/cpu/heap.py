@@ -102,8 +102,7 @@ class Hold:
     ) -> None:
         """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
 
-        Tensors elsewhere lie in no heap; a `device` not known yet is the GPU that is in use.
-        Without `hold` malloc is not set: what is free at the end is given back all the same.
+        A `device` not known yet is the GPU in use. Without `hold` only what is free is given back.
         """
         gpu: Any = torch.cuda  # has no types
         away = gpu.is_initialized() if device is None else device.type != "cpu"

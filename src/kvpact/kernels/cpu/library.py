@@ -57,10 +57,7 @@ def file_name(platform: str = sys.platform) -> str:
 
 
 class NativeLibrary:
-    """The loaded library at the last of `levels`, the processor's instruction sets up to the cap.
-
-    `openmp`: whether calls run on the threads of torch's OpenMP.
-    """
+    """The loaded library at the last of `levels`; `openmp`: whether it uses torch's threads."""
 
     def __init__(self, path: Path, levels: list[str]) -> None:
         self.path, self.levels, self.level = path, levels, levels[-1]
@@ -90,10 +87,7 @@ class NativeLibrary:
         return own, everyone.value
 
     def read(self, addresses: list[int], size: int, threads: int) -> int:
-        """Read `size` bytes at each address: a lower bound for all that reads them.
-
-        The memory has to be there; benchmarks alone need this.
-        """
+        """Read `size` bytes at each address: for benchmarks, a lower bound for all that reads."""
         pointers = (c_void_p * len(addresses))(*addresses)
         return int(self._read(self.bit, threads, len(addresses), pointers, size))
 

@@ -83,10 +83,7 @@ def carry_out(library: NativeLibrary, call: bytes) -> bool:
 
 
 def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> Codec:
-    """Return a codec that learnt; parameters as of `Backend.learn`.
-
-    What is no number in fp16 the torch body learns, too, and names it.
-    """
+    """Return a codec that learnt (see `Backend.learn`); torch learns what is no number in fp16."""
     if not isinstance(codec, TrellisKeyCodec):
         return codec
     plan, alive = PromptPlan(), list[Tensor]()

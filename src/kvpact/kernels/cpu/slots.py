@@ -22,10 +22,7 @@ DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16
 
 
 def exact_tokens(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
-    """Return a `kvp_exact` of tokens `[B, H, T, D]`; where channels have gaps, of a copy.
-
-    A copy is put into `alive`: it has to stay as long as the kernel reads it.
-    """
+    """Return a `kvp_exact` of tokens, or of a copy (in `alive`) where channels have gaps."""
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
         x = x.contiguous()
@@ -36,11 +33,8 @@ def exact_tokens(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
 
 
 class CodecArguments:
-    """The arguments of a kernel that depend on a codec alone; or why there are none.
+    """The arguments `args` of a kernel that depend on a codec alone; or the `reason` for none.
 
-    - `args`: the arguments, but for where slots and tokens lie.
-    - `reason`: why no kernel knows the codec; empty if one does.
-    - `dim`: channels of a vector.
     - `by_channel`: whether a word of codes holds consecutive tokens of a channel.
     - `learnt`: whether the codec had learnt when this was made.
     """

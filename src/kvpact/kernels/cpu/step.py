@@ -135,11 +135,7 @@ class CpuStep(StepRunner):
 
 
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
-    """Carry out steps of several sequences; False, and nothing is written, if one is refused.
-
-    Raises `MemoryError` without scratch memory, `KernelError` where the library refuses its
-    arguments; slots after those held may have been written to.
-    """
+    """Carry out steps of sequences; False, and nothing is written, if one is refused."""
     status = library.step(library.bit, steps[0] if len(steps) == 1 else b"".join(steps), len(steps))
     if status == 0:
         return True

@@ -27,10 +27,7 @@ _LEARNT = {
 
 
 def reason(form: TrellisForm, by_token: bool) -> str:
-    """Return why no kernel reads or writes these codes; empty if one does.
-
-    `by_token`: whether a word holds codes of one token (K).
-    """
+    """Return why no kernel reads or writes these codes, of K `by_token`; empty if one does."""
     for block in form.blocks:
         if block.dim < trellis.LEAST:
             return f"trellises of {block.dim} channels"

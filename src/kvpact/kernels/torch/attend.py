@@ -25,13 +25,10 @@ from kvpact.kernels.views import CHUNK
 
 
 class OnlineSoftmax:
-    """Accumulates `softmax(logits) @ values` over tiles.
+    """Accumulates `softmax(logits) @ values` over tiles, of values as they are or transformed.
 
-    Values come in two spaces, as they are and transformed; each has an accumulator of its own, and
-    the transform is undone once, at the end.
-
-    `rows`: leading shape of the logits, `[B, H_kv, R]` with R rows of queries; `sink_logits`:
-    `[B or 1, H_kv, R]`: one more logit per row without a value.
+    `rows`: `[B, H_kv, R]`, the leading shape; `sink_logits`: one more logit per row, without a
+    value.
     """
 
     def __init__(
@@ -46,11 +43,7 @@ class OnlineSoftmax:
         self._transformed = torch.zeros(*rows, dim, dtype=torch.float32, device=device)
 
     def add(self, logits: Tensor, values: Tensor, transformed: bool) -> None:
-        """Take a tile in.
-
-        `logits`: `[B, H_kv, R, t]` fp32, -inf where a token may not be seen; overwritten. `values`:
-        `[B, H_kv, t, D_v]`.
-        """
+        """Take in logits `[B, H_kv, R, t]` (overwritten; -inf: hidden) and their values."""
         peak = torch.maximum(self.peak, logits.amax(-1, keepdim=True))
         # A row that has seen no token yet keeps a peak of -inf; 0 stands in for it, so that
         # exp(-inf - 0) is 0 and not NaN.
@@ -71,11 +64,9 @@ class OnlineSoftmax:
 
 
 def attend(call: AttendCall, made: tuple[Decode, KeyMaking] | None = None) -> Tensor:
-    """Attend over what a layer holds and over new tokens.
+    """Attend over what a layer holds and over new tokens: `[B, H_q, q_len, D_v]` in q's dtype.
 
-    `call`: the tokens, the queries and how to attend; `made`: how values are decoded and keys made
-    of them, where no keys are held (see `MadeTokens`). Returns `[B, H_q, q_len, D_v]` in q's dtype
-    (over latents `[B, H, q_len, r]`). A query that may see no token gets zeros.
+    `made`: how values are decoded and keys made of them, where no keys are held (see `MadeTokens`).
     """
     q, config, view = call.q, call.config, call.view
     batch, q_heads, queries, _ = q.shape

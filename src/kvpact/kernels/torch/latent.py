@@ -56,12 +56,7 @@ def tokens(stream: StreamView, start: int, end: int) -> tuple[Tensor, bool]:
 
 
 def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
-    """Return the query over latents, `[W_UK^T q_nope, q_rope]`.
-
-    `q_nope`: `[B, H, S, d_nope]`, the part of the query that is not rotated; `q_rope`:
-    `[B, H, S, d_rope]`, the rotated part; `w_uk`: `[H, d_nope, r]`, from the latent to each head's
-    keys. Returns `[B, H, S, r + d_rope]`.
-    """
+    """Return the query over latents `[B, H, S, r + d_rope]`, by `w_uk` `[H, d_nope, r]`."""
     return torch.cat([q_nope @ w_uk, q_rope], dim=-1)
 
 

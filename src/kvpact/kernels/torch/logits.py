@@ -42,11 +42,7 @@ class LogitRules:
             )
 
     def apply(self, logits: Tensor, start: int) -> Tensor:
-        """Apply all rules to the logits of the tokens from `start` on.
-
-        `logits`: `[B, H_kv, G * q_len, t]` fp32, scaled; overwritten. Returns the same shape; -inf
-        where a token may not be seen.
-        """
+        """Apply all rules to scaled logits `[B, H_kv, G * q_len, t]` of tokens from `start` on."""
         cap = self.config.softcap
         if cap is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)

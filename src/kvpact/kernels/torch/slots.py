@@ -64,10 +64,9 @@ def read_slots(slots: SlotReader, start: int, end: int, decode: Decode | None = 
 
 
 def read(view: StreamView, start: int, end: int, decode: Decode | None = None) -> Tensor:
-    """Decode packed tokens, still transformed and without offset, sink tokens in their places.
+    """Decode packed tokens, transformed, without offset but rotated, sinks in their places.
 
-    Keys that were stored without their rotation have it again. With `decode` in place of
-    `codec.decode`, sink tokens are zero.
+    With `decode` in place of `codec.decode`, sink tokens are zero.
     """
     make = view.codec.transform.forward if decode is None else torch.zeros_like
     y = read_slots(view, start, end, decode).clone()

@@ -135,4 +135,4 @@ def _pack(entry: CacheLayer, k: Tensor, v: Tensor, tokens: int) -> None:
     more = (tokens - k.shape[2]) % size  # before the window, and so never seen
     k, v = (torch.cat([x[:, :, :1].expand(-1, -1, more, -1), x], 2) for x in (k, v))
     begin = torch.full((len(k),), k.shape[2] - tokens, dtype=torch.int64, device="cpu")
-    entry.store(k, v, AttendConfig(origin=begin))
+    entry.store(k, v, None, AttendConfig(origin=begin))
