@@ -1,6 +1,7 @@
 """The candidates of `attend.py`: rings of caches, plain reads of the same bytes, and torch's."""
 
 import math
+from ctypes import c_void_p
 from typing import Any
 
 import runner
@@ -105,11 +106,10 @@ def reads(size: int, streams: int, ring: int) -> list[Call]:
     piece = size // streams
     shape, whole = (streams, piece // 4), torch.int32
     blocks = [torch.randint(1, 99, shape, dtype=whole) for _ in range(copies(size, ring))]
-    rows = [[row.data_ptr() for row in block] for block in blocks]
+    rows = [(c_void_p * streams)(*(row.data_ptr() for row in block)) for block in blocks]
+    given, read = (library().bit, torch.get_num_threads(), streams), library().loaded.kvp_read
     return [
-        lambda rows=rows, block=block: (
-            library().read(rows, shape[1] * 4, torch.get_num_threads()) or block
-        )
+        lambda rows=rows, block=block: read(*given, rows, shape[1] * 4) or block
         for rows, block in zip(rows, blocks, strict=True)
     ]
 

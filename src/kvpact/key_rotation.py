@@ -20,11 +20,9 @@ def rotations(
 
 
 class KeyRotation(NamedTuple):
-    """The rotation of one layer's keys: at position t a pair (i, j) of channels turns by `a = t f`.
+    """The rotation of keys at position t: pairs (i, j) of channels turn by `a = t f`; others stay.
 
-        k[i] = x[i] cos a - x[j] sin a,    k[j] = x[j] cos a + x[i] sin a
-
-    `frequencies`: `[P]` fp32, radians per position; `channels`: `[P, 2]` int16; others stay.
+    `k[i] = x[i] cos a - x[j] sin a`, `k[j] = x[j] cos a + x[i] sin a`; channels are int16.
     """
 
     frequencies: Tensor

@@ -41,10 +41,10 @@ def segment_tokens(group: int, tokens: int, device: str = "cpu") -> int:
 
 
 class StreamFacts(NamedTuple):
-    """The facts that the bytes of K or V of one layer depend on.
+    """The facts that the bytes of K or V of one layer depend on, of codec and method.
 
-    `slot`: bytes of a packed token of one head; `width`: of its numbers; `state`: bytes of what the
-    codec learns; the others are those of codec and method.
+    `slot`: bytes of a packed token of one head; `width`: of its numbers; `state`: of what is
+    learnt.
     """
 
     slot: float

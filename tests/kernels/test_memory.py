@@ -1,5 +1,6 @@
 """What one call allocates beyond the cache: bounded, and the same for long caches as for short."""
 
+import ctypes
 import threading
 import weakref
 
@@ -80,8 +81,9 @@ def measured(call):
         with allocations:
             call()
         if not isinstance(NATIVE, str):
-            allocations.scratch, everyone = NATIVE.scratch()
-            assert everyone >= allocations.scratch
+            everyone = ctypes.c_int64()
+            allocations.scratch = NATIVE.loaded.kvp_scratch(ctypes.byref(everyone))
+            assert everyone.value >= allocations.scratch
 
     thread = threading.Thread(target=run)
     thread.start()

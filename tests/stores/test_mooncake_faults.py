@@ -83,7 +83,7 @@ def test_a_master_that_stands_still(master):
 def test_a_store_that_gives_memory_is_closed_while_the_master_stands_still(master):
     store = hasty(master, segment_size=16 << 20)
     store.put("a", b"1")
-    pid = store._client.pid
+    pid = store._client._process.pid
     with master.frozen():
         store.close()
         with pytest.raises(ProcessLookupError):
@@ -99,7 +99,7 @@ def test_a_peer_that_is_gone_takes_its_entries_along(master, stops):
         assert store.get("a") == b"1" * 1_000_000
         if not stops:
             peer._client.kill()
-        with frozen(peer._client.pid) if stops else nullcontext():
+        with frozen(peer._client._process.pid) if stops else nullcontext():
             with pytest.warns(StoreWarning, match="taken as a miss"):
                 assert store.get("b") is None
             with pytest.raises(StoreUnavailable):
@@ -126,7 +126,7 @@ def test_a_process_that_is_killed_takes_its_client_along(master):
         "import sys\n"
         "from kvpact.stores import open_store\n"
         "store = open_store(sys.argv[1], segment_size='16MiB', timeout=20.0)\n"
-        "print(store._client.pid, flush=True)\n"
+        "print(store._client._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
     command, pipe = [sys.executable, "-c", code, master.url], subprocess.PIPE
@@ -147,7 +147,7 @@ def test_what_mooncake_prints_is_kept_where_it_is_asked_for(master, tmp_path):
 def test_its_own_process_ends_and_is_started_again(master):
     with connect(master, segment_size=16 << 20), connect(master) as store:
         store.put("a", b"1")
-        os.kill(store._client.pid, signal.SIGKILL)
+        os.kill(store._client._process.pid, signal.SIGKILL)
         assert until(lambda: store.delete("nothing")) is False
         assert store.get("a") == b"1"
 
@@ -158,7 +158,7 @@ def test_its_own_process_stands_still(master):
         blobs = {key: key.encode() * 100_000 for key in "abcdefgh"}
         for key, blob in blobs.items():
             store.put(key, blob)
-        with frozen(store._client.pid):
+        with frozen(store._client._process.pid):
             for _ in range(3):
                 with pytest.warns(StoreWarning, match="taken as a miss"):
                     assert store.get("a") is None

@@ -93,21 +93,10 @@ class Calibration:
     def states(
         self, specs: Sequence[Spec], geometry: CacheGeometry
     ) -> dict[int, tuple[State, State]]:
-        """Return what the codecs of a cache learnt, layer by layer, for `create_cache`.
+        """Return what the codecs of a cache learnt, by layer, of those layers that have its shape.
 
-        Parameters
-        ----------
-        specs : sequence of Spec
-            One per layer.
-        geometry : CacheGeometry
-            Of some of the layers; those of another shape are left out.
-
-        Raises
-        ------
-        SpecError
-            A method learns, and what it learns is not here; no layer has that shape.
-        FormatError
-            What is here of it is no state of its codec, which may be one of other bits.
+        Raises `SpecError` where a method's is not here or of another shape, `FormatError` where it
+        is no state of its codec, which may be one of other bits.
         """
         shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
         keys = geometry.head_dim > 0  # a cache without them takes what was learnt of V

@@ -1,7 +1,6 @@
 """K and V of a layer of a cache, compressed and back: packed slots stay packed where they can.
 
-A sequence of a paged cache is one row without a batch dimension; a contiguous cache (of latents)
-is a batch of rows. Rows of a batch are joined with the heads in a `CompressedKV`.
+Rows of a batch are joined with the heads; a sequence of a paged cache is one without a batch.
 """
 
 from __future__ import annotations

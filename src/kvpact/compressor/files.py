@@ -1,8 +1,4 @@
-"""`CompressedKV` as bytes: a checked container (see `kvpact.snapshot`) with one section a tensor.
-
-The manifest has the version of the slots, the spec and the shapes. All of it is checked against
-what the spec's codecs say before anything is used.
-"""
+"""`CompressedKV` as bytes: a container with one section a tensor, all checked before it is used."""
 
 from __future__ import annotations
 

@@ -116,12 +116,10 @@ class TokenMemory:
 
 
 class StepTokens(NamedTuple):
-    """The part of one stream in a step: where its new tokens go.
+    """The part of one stream in a step: tokens from `exact_from` on are exact.
 
-    - `exact_from`: the tokens from here on are exact.
-    - `keep`: whether the new tokens are copied after them.
-    - `start`, `encoded`: the first token to be encoded, and how many are.
-    - `inside`: whether those lie in `memory`; otherwise they are the new tokens.
+    `keep`: new tokens are copied after them; `encoded` tokens from `start` on are packed, which lie
+    `inside` of `memory`, or are the new ones.
     """
 
     exact_from: int

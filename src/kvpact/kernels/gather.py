@@ -1,8 +1,4 @@
-"""Attention over the few tokens that a mask lets through: their slots are copied side by side.
-
-The mask says what the result is. What is copied are the bytes of slots, so that every backend
-attends to the copies as to any other slots; exact tokens are copied as they are.
-"""
+"""Attention over the few tokens that a mask lets through: their slots are copied side by side."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Scores of an index over its packed keys: what chooses the tokens that attention reads.
+"""Scores of an index over its packed keys, by which attention chooses tokens (DeepSeek V3.2).
 
-A query's score for a token is the sum, over the heads of the index, of the products that are
-positive, each times the head's weight (DeepSeek V3.2).
+The sum, over the heads of the index, of the products that are positive, times the head's weight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Parts of keys known by their positions: taken off before they are encoded, and put back.
-
-A `KeyOffset` is added to logits; a `KeyRotation` is undone before the keys are read.
-"""
+"""Parts of keys known by their positions: taken off before they are encoded, and put back."""
 
 from __future__ import annotations
 

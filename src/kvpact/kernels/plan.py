@@ -1,8 +1,7 @@
 """Plans: which backend computes what, decided once per stream, and why.
 
-`choose` (`kernels/choose.py`) makes the `Compute` of a cache from what a user asks for. When a
-layer's first tokens bring a device and codecs, `Compute.plan` asks each backend what it covers; the
-layer keeps the `Plan`, whose calls go straight to the backends chosen.
+`choose` makes the `Compute` of a cache; a layer's first tokens bring device and codecs, for which
+`Compute.plan` asks each backend what it covers.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _AT_ONCE = nullcontext()
 
 
 class Line(NamedTuple):
-    """One line of `report` and of `Plan.explain`."""
+    """One line of `report` and of `coverage`."""
 
     operation: str
     backend: str
@@ -173,9 +172,8 @@ class Compute:
 
 
 class StreamPlan:
-    """The backends that encode and decode one stream.
+    """The backends that encode and decode one stream; `limit`: what compiled code surely encodes.
 
-    `limit`: the largest magnitude that compiled code surely encodes; None where there is none.
     `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
     """
 
@@ -361,17 +359,7 @@ class Plan:
         """Count what runners of `prompt` or `step` did."""
         self.compute.counts.add(self._name, **operations)
 
-    def explain(self) -> list[Line]:
-        """Return which backend does what, and why no better one."""
-        chosen: list[tuple[Operation, str, Backend]] = [("attend", "", self._attend)]
-        for side, plan in ((" k", self.k), (" v", self.v)):
-            chosen += [("encode", side, plan._encode), ("decode", side, plan._decode)]
-        reasons = self.compute._reasons
-        return [
-            Line(operation + side, backend.name, True, reasons.get((operation, backend.name), ""))
-            for operation, side, backend in chosen
-        ]
-
     def __repr__(self) -> str:
-        parts = [f"{line.operation} {line.backend}" for line in self.explain()]
-        return f"Plan({', '.join(parts)})"
+        sides = zip("kv", (self.k, self.v), strict=True)
+        parts = [f"encode {x} {y._encode.name}, decode {x} {y._decode.name}" for x, y in sides]
+        return f"Plan(attend {self._name}, {', '.join(parts)})"

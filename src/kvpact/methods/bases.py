@@ -1,9 +1,7 @@
 """Bases of keys: what is subtracted from a token before it is coded, chosen for each by a flag.
 
-The base is the mean of the token's tile, the first key of the sequence, or nothing, whichever is
-nearest. Attention sinks inside the text resemble the first key and are far from the mean; they draw
-so much attention that their errors are most of the damage. The mean has 8 bits for each channel and
-is that of the tokens that are nearest to it.
+The mean of the token's tile, the first key of the sequence, or nothing, whichever is nearest;
+`methods.trellis` says why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Combinations of method, options and model that are known to do badly, with what was measured.
 
-Figures are mean KL in nats per token against the exact cache, on the first tokens of the shipped
-book. `benchmarks/results/models` has the tables, `docs/quality.md` the commands.
+Figures are mean KL in nats per token against the exact cache, on the shipped book.
 """
 
 from __future__ import annotations

@@ -114,9 +114,8 @@ _FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
 class _Tables(NamedTuple):
     """The tables of a fitted codec: C numbers of a token, n components with bits.
 
-    `bases` `[4, C]`: what may be subtracted, by flag: both means, and twice nothing; `weight`
-    `[C]`; `basis` `[1, C, n]`; of each component, `[n]`: its deviation, what its error counts, its
-    largest level, and its expected error at a scale of 1.
+    `bases` `[4, C]`: both means, and twice nothing; `basis` `[1, C, n]`; of each component what its
+    error counts, its largest level, and its expected error at a scale of 1.
     """
 
     bases: Tensor

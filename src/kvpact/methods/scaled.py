@@ -1,8 +1,7 @@
 """Tokens times a power of two, for layers whose numbers lie below what side information holds.
 
 Scales in fp16 lose their precision below `2^-14` and end at `2^-24`, those of 8 bits at `2^-16`.
-What comes first into a layer says how small its numbers are; the power is kept with what the codec
-has learnt. Compiled kernels know nothing of it, so torch computes for such layers.
+The power is kept with what the codec has learnt; torch computes for such layers.
 """
 
 from __future__ import annotations

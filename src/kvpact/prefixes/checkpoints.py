@@ -1,14 +1,9 @@
 """Checkpoints: the windows and states of a model's other layers at the end of a chunk, as blobs.
 
-Layers that an engine caches itself hold *rings*, the last tokens of K and V, and *states*, which
-stand for all tokens up to one count. Neither can be cut at a token later on, so they are saved
-where the model stopped. A checkpoint has all states, and of the rings those tokens that the
-checkpoint before has not: a chat that grows writes its new tokens alone, and who loads a checkpoint
-reads those before it until the rings are full.
-
-Rings and keys of an index are 8-bit integers at rest, with a scale per channel over 64 tokens that
-are counted from the text's first one; states, and all of caches that store exactly, are as they
-are.
+Layers that an engine caches itself hold *rings*, the last tokens of K and V, and *states*; neither
+can be cut at a token later on. A checkpoint has all states, and of the rings those tokens that the
+one before has not: who loads it reads those before it until the rings are full. Rings and keys of
+an index are 8-bit integers at rest (`quantizers.channels`), unless all specs store exactly.
 """
 
 from __future__ import annotations

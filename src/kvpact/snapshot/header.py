@@ -1,9 +1,7 @@
 """The header of a safetensors file, read strictly: one text for one meaning, checked before use.
 
-Every header that this module writes is canonical: fixed order of keys, no blanks but the padding to
-eight bytes, tensors one after the other without gaps. What reads differently when it is written
-again is refused, so there is no byte in a header that could change unnoticed. Nothing is allocated
-that the size of the file does not bound.
+What reads differently when it is written again is refused, so no byte of a header can change
+unnoticed. Nothing is allocated that the size of the file does not bound.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ class LayerState:
 class RecordState:
     """A tensor that a layer holds besides compressed K and V: a window of them, or a state.
 
-    `layer`: of the model; `name`: what the layer calls it; `tensor`: with the batch as its axis
-    `rows`; `tokens`: how many it stands at.
+    `rows`: the axis of the batch; `tokens`: how many it stands at.
     """
 
     layer: int

@@ -103,11 +103,6 @@ class MooncakeClient:
         """True while the process runs."""
         return self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
-
     def ask(self, timeout: float, operation: str, *arguments: Any) -> Any:
         """Return the result of an operation that moves no blob. Raises `NoAnswer`."""
         return self._ask(timeout, None, operation, *arguments)

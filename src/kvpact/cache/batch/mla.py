@@ -1,8 +1,4 @@
-"""Caches of MLA latents: one `c_kv` and one `k_rope` per token and layer.
-
-A latent lies where K lies elsewhere, the rotated key where V does. Only attention differs, and the
-default for `k_rope`, which loses too much below 8 bits.
-"""
+"""Caches of MLA latents, `c_kv` in K's place and `k_rope`, which needs 8 bits, in V's."""
 
 from __future__ import annotations
 

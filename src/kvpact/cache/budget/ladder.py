@@ -1,19 +1,12 @@
 """A budget of bytes: how many tokens the K and the V of each layer hold by which spec.
 
 A cache with a budget begins on the first *rung* of a ladder of specs. Where all would not fit any
-more, the K or the V of a layer takes the next rung: what it holds is decompressed and compressed
-again, in the same call. A schedule says at which lengths; it follows from the budget, the cache's
-shape and an order alone, so that the same tokens have the same bytes in one piece as in small ones.
-
-The next one to take a rung is where a byte saved costs least: its *sensitivity* times the rise of
-the distortion of its codes, per byte. A bit less makes the distortion of codes 3.65 times as large
-(measured on `trellis`); numbers that are kept have none. Without known sensitivities all are equal,
-and of equals those go first that lie farthest from those that have gone, V before K.
-
-All layers but one may lag by a call: so the plan leaves room for `AHEAD` tokens that some layers
-have already, and for what K or V of a layer takes while it is compressed again, on top of its old
-bytes. Where a longer call could need more, all layers first take the rungs that it ends with, and
-its tokens are encoded by these alone: their bytes are not those of smaller pieces.
+more, the K or the V of a layer takes the next rung, in the same call. The schedule follows from the
+budget, the cache's shape and an order alone, so that the same tokens have the same bytes in one
+piece as in small ones. The next one to take a rung is where a byte saved costs least: its
+*sensitivity* times the rise of the distortion of its codes (3.65 times for a bit less, measured on
+`trellis`), per byte; of equals those go first that lie farthest from those that have gone, V before
+K. The package's README ("Budgets") says what the plan leaves room for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """A layer of a cache with a budget: it takes the next specs of its ladder (see `ladder`).
 
-The result is defined by this: a stream on a rung is what an empty one of that rung's spec becomes
-when it is given all tokens held, decompressed; what its codec learns it takes over from a codec
-like its own that has learnt before (`FittedCodec.succeeding`). A call that passes a rung is cut
-there.
+A stream on a rung is what an empty one of that rung's spec becomes when it is given all tokens
+held, decompressed; its codec takes over what a codec like it learnt (`FittedCodec.succeeding`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokens that a caller drops, wherever they stand; those after them move up.
 
-The result is defined by this: a stream becomes what it is after a rollback to the first token that
-goes once it is given what stays after that one, decompressed. So tokens in front stay as they
-lie, exact tokens stay exact, and all others are compressed a second time.
+A stream becomes what it is after a rollback to the first token that goes, once it is given what
+stays after that one, decompressed: tokens in front and exact ones stay as they are.
 """
 
 from __future__ import annotations

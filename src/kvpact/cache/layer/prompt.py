@@ -1,9 +1,7 @@
 """The first tokens of a layer like those of another one, stored in one call of a backend.
 
-The ordinary way (`CacheLayer.prepare`) defines it, and stores the first layer's. What was found out
-there about shapes and places holds for the others; what they will hold is made for all of them at
-once. So no object that lives on is made between a model's activations, which would pin what these
-leave free.
+The ordinary way (`CacheLayer.prepare`) defines it, and stores the first layer's; what the others
+will hold is made at once, so that no object that lives on pins what activations leave free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Caches as plain state and back: slots as they lie, exact tokens, what codecs learnt.
-
-Nothing is decompressed on the way. Whatever is read is built and checked as a whole before a cache
-takes it over.
-"""
+"""Caches as plain state and back: slots as they lie, exact tokens, what codecs learnt."""
 
 from __future__ import annotations
 

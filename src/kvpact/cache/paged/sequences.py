@@ -205,14 +205,7 @@ class PagedSequences(Summarized, SequencePages):
         return store_rows(self, layer, tokens, configs or {}, good, before)
 
     def verify(self, seq: int | None = None) -> None:
-        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed.
-
-        Parameters
-        ----------
-        seq : int, optional
-            The sequence asked about; all if omitted. What one of them holds is given for that one
-            alone.
-        """
+        """Raise `NonFiniteError` if a deferred check has failed, of one sequence or of all."""
         known = list(self._sequences.items()) if seq is None else [(seq, self._sequence(seq))]
         for number, sequence in known:
             for index, layer in enumerate(sequence.layers):
@@ -221,13 +214,10 @@ class PagedSequences(Summarized, SequencePages):
     def check(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None
     ) -> list[Tensor] | list[None]:
-        """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer.
+        """Raise a named error unless new tokens can be stored in a layer.
 
-        Returns
-        -------
-        list
-            For each row a 0-d bool, whether its numbers can be, where that check is deferred; None
-            where it was made.
+        Returns a 0-d bool of each row where the check of numbers is deferred, None where it was
+        made.
         """
         check_layer(layer, len(self.specs))
         check_dense("k", k)

@@ -125,8 +125,8 @@ class Slab:
 class SegmentStore(ABC):
     """Storage of one stream in pieces of a fixed number of tokens.
 
-    What a store holds never changes, only what is written into it: a call that needs more, fewer or
-    other segments returns another store. One of a pool's pages has little to do: it returns itself.
+    What a store holds never changes: a call that needs other segments returns another store. One of
+    a pool's pages has little to do: it returns itself.
     """
 
     segment_tokens: int
@@ -188,10 +188,9 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
 
 
 class SegmentList(SegmentStore):
-    """Segments in slabs: a store, and the source that attention reads.
+    """Segments in slabs, one for what a call adds: a store, and the source that attention reads.
 
-    What new tokens lack is one slab, so that a prompt takes few objects. The first `shared`
-    segments, whole slabs, belong to forks, too, and are never written to.
+    The first `shared` segments, whole slabs, belong to forks, too, and are never written to.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Attention by the native kernels: which of them takes a call, and its arguments.
-
-The torch body defines the result. Calls are checked before C++ is entered.
-"""
+"""Attention by the native kernels: which of them takes a call, and its checked arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Encoding by the native kernel: what it covers, and its arguments.
-
-The codec's `encode` and the fields' `write` define the bytes. Everything is checked here, before
-C++ is entered.
-"""
+"""Encoding by the native kernel, as the codec's `encode` and the fields' `write` define it."""
 
 from __future__ import annotations
 

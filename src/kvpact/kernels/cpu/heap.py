@@ -71,10 +71,8 @@ def _native() -> NativeLibrary | None:
 class Hold:
     """A cache's prompts: each from its first layer to the end of the model's forward pass.
 
-    That is when the tensor that `until` names is gone; without one, the last layer's call. At the
-    latest it is the next step, or the end of the cache.
-
-    `active`: whether there is something to end.
+    That is when the tensor that `until` names is gone, else the last layer's call, at the latest
+    the next step or the cache's end. `active`: whether there is something to end.
     """
 
     __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "active")

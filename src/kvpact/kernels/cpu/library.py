@@ -1,9 +1,7 @@
 """Finds and loads the shared library, and chooses the instruction set.
 
-Native calls run on the threads of the OpenMP library that torch has loaded. After each of its
-parallel regions torch's threads wait for the next one on the cores, for some milliseconds. Threads
-of kvpact's own would have to take the cores from them, so its calls are regions of the same
-library. Where there is none, where its threads sleep between their regions
+Native calls run on the threads of the OpenMP library that torch has loaded, whose waiting threads
+would else hold the cores. Where there is none, where its threads sleep between their regions
 (``OMP_WAIT_POLICY=passive``), and in a child of fork, kvpact has its own.
 """
 
@@ -12,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path, levels: list[str]) -> None:
         self.path, self.levels, self.level = path, levels, levels[-1]
-        loaded = ctypes.CDLL(str(path))
+        self.loaded = loaded = ctypes.CDLL(str(path))
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(loaded, name)
             function.restype, function.argtypes = result, arguments
@@ -73,23 +71,11 @@ class NativeLibrary:
             loaded.kvp_scan,
             loaded.kvp_gather,
         )
-        self._read, self._scratch = loaded.kvp_read, loaded.kvp_scratch
         # With the interpreter's lock held: no other thread, and no fork, comes in between.
         self.heap_trim, self.heap_hold = loaded.kvp_heap_trim, ctypes.PyDLL(str(path)).kvp_heap_hold
         self.heap_hold.restype, self.heap_hold.argtypes = FUNCTIONS["kvp_heap_hold"]
         self.bit = LEVELS[self.level]
         self.openmp = bool(loaded.kvp_openmp(*entries()))
-
-    def scratch(self) -> tuple[int, int]:
-        """Return the bytes of scratch memory that the calling thread and all threads hold."""
-        everyone = c_int64()
-        own = int(self._scratch(ctypes.byref(everyone)))
-        return own, everyone.value
-
-    def read(self, addresses: list[int], size: int, threads: int) -> int:
-        """Read `size` bytes at each address: for benchmarks, a lower bound for all that reads."""
-        pointers = (c_void_p * len(addresses))(*addresses)
-        return int(self._read(self.bit, threads, len(addresses), pointers, size))
 
 
 def _find() -> Path | None:

@@ -1,7 +1,4 @@
-"""Key offsets as the native kernels read them: one table of cosines and sines for all layers.
-
-`kernels/offset.py` defines the numbers.
-"""
+"""Key offsets for the native kernels: one table of cosines and sines for all layers."""
 
 from __future__ import annotations
 

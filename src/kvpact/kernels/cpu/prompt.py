@@ -1,8 +1,4 @@
-"""First tokens of a layer in one native call: what K learns of them, slots, tails and sinks.
-
-It stands for the calls that define it: `learn`, the encoders' `write`, and copies. What depends on
-shapes and codecs alone is made once for all such layers.
-"""
+"""First tokens of a layer in one native call: what K learns of them, slots, tails and sinks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A layer's step in one native call: check, attend, encode and keep, with arguments made once.
-
-It stands for the calls that define it: `CpuBackend.attend`, the encoders' `write`, and the copy of
-the new tokens after the tail.
-"""
+"""A layer's step in one native call: check, attend, encode and keep, with arguments made once."""
 
 from __future__ import annotations
 
