@@ -76,12 +76,9 @@ class TrellisBlock:
 class TrellisForm:
     """A vector: less its base, times its weights, in the order of its blocks.
 
-    Weights, order, deviations and the first key are the codec's `state()`, by these names and per
-    KV head; what is not there is 1, the order of channels, 1, or 0. The scale has 8 bits.
-
-    - `codes`: of a vector, which a short one is filled up to.
-    - `interleave`: bits of the wider codes that kernels make of codes (see `formats.bitpack`).
-    - `center`: tokens that share a mean, 0 for none; `first`: whether the first key is a base.
+    Weights, order, deviations and the first key are the codec's `state()`, per KV head. `codes`: of
+    a vector, filled up if short; `interleave`: see `formats.bitpack`; `center`: tokens that share a
+    mean; `first`: whether the first key is a base.
     """
 
     blocks: tuple[TrellisBlock, ...]

@@ -30,14 +30,10 @@ class AttendCall(NamedTuple):
     """One call of attention: a batch whose rows have equal length.
 
     - `view`: the tokens held; None for an empty layer.
-    - `k`, `v`: `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, attended as given; they follow the
-      view's tokens. None where the new tokens are in the view already. Over latents `c_kv`
-      `[B, 1, new, r]` and `k_rope` `[B, 1, new, d_rope]`.
-    - `q`: `[B, H_q, q_len, D]`, the queries of the last `q_len` tokens. Over latents
-      `[B, H, q_len, r + d_rope]`.
-    - `config`: how to attend.
-    - `padding`: `[B]` left-padding tokens of each batch row.
-    - `latent`: K and V are MLA latents and rotated keys (see `torch.latent`).
+    - `k`, `v`: new tokens `[B, H_kv, new, D]`, attended as given; None where they are in the view.
+      Over latents `c_kv` `[B, 1, new, r]` and `k_rope` `[B, 1, new, d_rope]`.
+    - `q`: `[B, H_q, q_len, D]`, of the last `q_len` tokens; over latents `[B, H, q_len, r +
+      d_rope]`.
     """
 
     view: LayerView | None
@@ -135,11 +131,10 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class StepRunner(ABC):
-    """Carries out steps of one layer at once; made for calls of one kind.
+    """Carries out steps of one layer at once; made for calls like `call`, over its slots.
 
-    - `call`: a call like those to come, with a view and new tokens.
-    - `sources`: where the slots of K and V lie.
-    - `good`: 0-d bool that steps make False where a check fails that was deferred; None: at once.
+    `good`: 0-d bool that steps make False where a deferred check fails; None: checks are made at
+    once.
     """
 
     good: Tensor | None = None
@@ -173,10 +168,7 @@ class StepRunner(ABC):
         return self.config is other.config or _equal(self.config, other.config)
 
     def over(self, view: LayerView) -> Self | None:
-        """Return a runner for such calls over the slots of another layer, of the same plan.
-
-        None where that takes as long as to make a new one.
-        """
+        """Return a runner over another layer's slots; None where a new one is as quick."""
         return None
 
     @abstractmethod
@@ -233,12 +225,7 @@ class Encoder(Protocol):
     """Encodes the tokens of one stream into its slots; not for two threads at once."""
 
     def prepare(self, x: Tensor, size: float | None = None) -> Any:
-        """Do all that can refuse whole groups of tokens `[B, H, T, D]`; no slot changes.
-
-        No magnitude in `x` is larger than `size`, where that is known.
-
-        Raises `NonFiniteError` (a token that the codec can't hold).
-        """
+        """Do all that can refuse whole groups, no larger than `size`. Raises `NonFiniteError`."""
 
     def write(self, prepared: Any, source: WritableSource, start: int) -> None:
         """Write what `prepare` returned from the token `start` on; the slots are zero before."""
@@ -286,10 +273,7 @@ class Backend(Protocol):
         """Return why the backend can't compute on a device in this process; "" if it can."""
 
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
-        """Return why an operation on slots of this codec is not there; "" if it is.
-
-        `codec`: of K or of V. `dtype`: of the exact tokens.
-        """
+        """Return why an operation on slots of this codec is not there; "" if it is."""
 
     def covers_offset(self) -> str:
         """Return why attention whose packed logits lack `q · R_t b` is not there; "" if it is."""
@@ -320,11 +304,7 @@ class Backend(Protocol):
         copy_slots(source, pick, out)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
-        """Return a runner of steps like `call`; None where there is none.
-
-        `call`: its view is of the slots that the steps read and write. `good`: given where checks
-        are deferred: 0-d bool, whether all that is held passed them.
-        """
+        """Return a runner of steps like `call`, over its slots; `good`: of deferred checks."""
         return None
 
     def prompt(
@@ -334,24 +314,14 @@ class Backend(Protocol):
         q: Tensor | None,
         seen: tuple[int, int],
     ) -> PromptRunner | None:
-        """Return a runner that stores such first tokens at once; None where there is none.
-
-        `codecs`: as they are before; that of K may be going to learn, from the queries `q` from the
-        first one of `seen` to the one before the last, where they are given.
-        """
+        """Return a runner that stores such first tokens at once; K may learn from queries."""
         return None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder for one stream."""
 
     def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
-        """Return a codec that learnt from a cache's first tokens, as `Codec.learn` does.
-
-        `codec`: that has not learnt yet. `x`: `[B, H, codec.learns_from, D]` in any dtype of exact
-        tokens. `context`: what else is known of them.
-
-        Raises `NonFiniteError` (what was learnt is beyond fp16).
-        """
+        """Return a codec that learnt from a cache's first tokens. Raises `NonFiniteError`."""
         return codec.learn(x.to(torch.float32), context)
 
     def decode(

@@ -251,11 +251,7 @@ class StreamPlan:
 
 
 class Plan:
-    """The backends that compute for one layer.
-
-    `offset`, `latent`: as in `Compute.backend`; `one_backend`: whether one does it all, which may
-    then carry out a step at once.
-    """
+    """The backends that compute for one layer; `one_backend`: one does it all, steps too."""
 
     def __init__(
         self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool, latent: bool
@@ -341,10 +337,7 @@ class Plan:
         return None if last is None else last()
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
-        """Return the runner of steps like a call, where one backend does it all.
-
-        `good` is what deferred checks have found so far, None for nothing bad; steps change it.
-        """
+        """Return the runner of steps like a call, where one backend does it all."""
         if not self.one_backend:
             return None
         check_call(call)

@@ -11,12 +11,9 @@ from kvpact.methods import Codec
 
 
 class PromptSide(NamedTuple):
-    """K or V of a layer's first tokens.
+    """K or V of a layer's first tokens, like `x`: counts, and slots as those to come will lie.
 
-    - `x`: tokens like those to come.
-    - `packed`: how many are packed; `start`: the first one of the tail.
-    - `sinks`: first ones that are copied; `apart`: those of them that count for no group.
-    - `source`: where slots lie as those to come will.
+    `start`: the first one of the tail; `sinks`: copied ones, `apart` of which count for no group.
     """
 
     x: Tensor

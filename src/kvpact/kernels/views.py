@@ -34,15 +34,11 @@ class StreamView(NamedTuple):
     """K or V of one layer at one moment.
 
     - `exact_from`: tokens from here on are in `tail`; those before are packed.
-    - `tail`: `[B, H, length - exact_from, D]`, the exact recent tokens.
-    - `sinks`: `[B, H, S, D]`, exact copies of each row's first tokens.
-    - `sink_positions`: `[B, S]`, where they stand.
-    - `sink_end`: no sink token stands at or after this position.
+    - `sinks`, `sink_positions`: `[B, H, S, D]`, `[B, S]`, each row's first tokens, all before
+      `sink_end`.
     - `check`: raises `StaleResult` if the view's slots are no longer there.
-    - `offset`: what was taken off the packed tokens, or the rotation that was; exact ones are
-      whole.
-    - `window`: exact tokens that a step leaves at the end, packing those before; `WAITING` where
-      new tokens stay exact, and whoever holds the stream says when they are packed.
+    - `offset`: what was taken off packed tokens, or their rotation; exact ones are whole.
+    - `window`: exact tokens that a step leaves at the end; `WAITING` where new ones stay exact.
     """
 
     codec: Codec

@@ -12,12 +12,9 @@ from kvpact.arithmetic import tree_sum
 
 
 class Context(NamedTuple):
-    """Facts about a cache's first tokens, besides themselves.
+    """Facts about a cache's first tokens: their `padding`, and first ones held exactly (`sinks`).
 
-    - `padding`: `[B]` left-padding tokens of each row.
-    - `sinks`: first tokens of each row that are also held exactly.
-    - `query_energy`: `[H_kv, D]` fp32: the mean square of queries over tokens, rows and the query
-      heads of each KV head; None where none were seen.
+    `query_energy`: `[H_kv, D]` fp32, the mean square of queries; None where none were seen.
     """
 
     padding: Tensor | None = None

@@ -26,11 +26,8 @@ from kvpact.quantizers.numbers import all_finite
 class Calibrating(NamedTuple):
     """A model's results for calibration tokens, besides the keys or values themselves.
 
-    - `v`: `[B, H, T, D_v]`, the tokens' values.
     - `query_energy`: `[B, H, T, D]` fp32: mean square of the queries of each KV head.
     - `output_energy`: `[H, D_v]`: what the output projection makes of channels of V, where known.
-    - `rotation`: what turned the keys by their positions, where known.
-    - `sinks`: first tokens that are held exactly anyway.
     """
 
     v: Tensor

@@ -143,10 +143,7 @@ class ChunkKind:
     def unpack(
         self, blob: Blob, index: int, part: Sequence[int], out: Tensor | None = None
     ) -> Chunk:
-        """Return what a blob of `seal` holds, every byte checked; parameters as there.
-
-        The slots lie in `out`, `[slots and sinks, or more]` uint8, if that is given.
-        """
+        """Return what a blob of `seal` holds, every byte checked; the slots in `out`, if given."""
         held = Container(blob, KIND, VERSION)
         if held.about != self._manifest(index, part):
             raise FormatError("the chunk is of other tokens, or of another model or spec")

@@ -36,19 +36,12 @@ class FieldInfo:
 class StreamState:
     """K or V of a layer.
 
-    - `fields`: what is stored per token or group.
-    - `slots`: packed slots by field name, `[B, H, units, *shape]`, as they lie in the cache; units
-      of tokens from `packed` on are zero or not there.
-    - `packed`: tokens from the sequence's first on that have slots.
-    - `start`: where the exact tail begins.
-    - `tail`: `[B, H, n, D]`, exact tokens up to the end of the stream.
-    - `sinks`: `[B, H, S, D]`, exact first tokens.
-    - `learnt`: what the codec learnt, by name.
-    - `offset`: what was taken off the keys before they were encoded; `tail` and `sinks` are whole.
+    - `slots`: packed slots by field, `[B, H, units, *shape]`, as they lie in the cache; units of
+      tokens from `packed` on are zero or not there.
+    - `start`: where the exact `tail`, `[B, H, n, D]`, begins.
+    - `offset`: what was taken off keys before they were encoded; `tail` and `sinks` are whole.
     - `origin`: each row's token at position 0 of the offset; None where it is the first.
-    - `query_energy`: `[B, H, n, D]` uint8 (e5m2), of K whose codec is going to learn: energies of
-      the queries that it learns from (see `kvpact.methods.context.Context`); those of version 3 are
-      left out.
+    - `query_energy`: `[B, H, n, D]` uint8 (e5m2), of K whose codec is going to learn.
     """
 
     fields: tuple[FieldInfo, ...]
@@ -108,10 +101,7 @@ class RecordState:
 
 
 class CacheState(NamedTuple):
-    """The state that caches restore, of whatever origin, and of a model's other layers too.
-
-    `tokens`: of the longest layer; `layers`: each may be there once, when it is asked for.
-    """
+    """The state that caches restore, of whatever origin; layers may be there once, if asked."""
 
     geometry: CacheGeometry
     batch: int

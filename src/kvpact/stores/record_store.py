@@ -88,7 +88,7 @@ class RecordStore(ManyStore):
         """Return entries and bytes."""
 
     def _collect(self) -> GCReport:
-        """Remove what is too old, over the budget, or was left behind."""
+        """Remove what is too old or over the budget, and what killed writers left."""
         return GCReport()
 
     def _flush(self) -> None: ...

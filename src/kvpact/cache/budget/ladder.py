@@ -240,10 +240,7 @@ class Planner:
         return cost / saved if saved > 0 else inf, self.turn[part], part
 
     def steps(self, tokens: int) -> Iterator[Part]:
-        """Yield the parts whose next rung costs least per byte; whoever asks takes it.
-
-        Unless there is room for `both`, a layer takes one rung at a time.
-        """
+        """Yield the parts whose next rung costs least; of a layer one, unless `both` fit."""
         last, taken = len(self.rungs) - 1, set()
         heap = [self.worth(part, tokens) for part in self.parts if self.at[part] < last]
         heapify(heap)

@@ -125,7 +125,7 @@ class BudgetLayer(CacheLayer):
         return self._ahead(self._descent, k, padding) or k
 
     def _ahead(self, descent: Descent, k: Stream, padding: Tensor | None) -> Stream | None:
-        """Return `Descent.ahead` of keys, whose rows begin behind their padding."""
+        """Return `Descent.ahead` of keys, whose rows begin after their padding."""
         rungs, ahead = descent
         if ahead is None and (ahead := self._to_learn(rungs, k)) is not None and ahead.offset:
             ahead = ahead.from_origin(None if padding is None else tuple(padding.tolist()))

@@ -25,12 +25,8 @@ Sizes = Sequence[float] | None
 class Held(NamedTuple):
     """The state of a layer at one moment.
 
-    - `k`, `v`: the streams; None while nothing is held.
-    - `padding`: `[B]` left-padding tokens.
     - `version`: counts the changes that make views stale.
-    - `plan`: the backends; None before the first tokens.
-    - `good`: 0-d bool: whether all tokens passed the checks that were deferred; None where none
-      were.
+    - `good`: 0-d bool: whether all tokens passed the deferred checks; None where none were.
     - `seen`: `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.

@@ -40,13 +40,9 @@ class CacheLayer:
     What is held is one immutable value, exchanged by one assignment. So an exception, whatever it
     is and wherever it comes from, leaves the layer as it was before the call or as it is after it.
     Slots that an append was about to fill lie after all that the value speaks of; the next
-    operation clears them. Who calls the parts of an append, `truncated` or `settle` holds the lock.
-
-    - `make_store`: makes the storage of a stream (see `MakeStore`).
-    - `codecs`: for K and V; made from the spec when the first tokens come if omitted.
-    - `latent`: K and V are MLA latents and rotated keys.
-    - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
-    - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
+    operation clears them. Whoever calls the parts of an append, `truncated` or `settle` holds the
+    lock: the layer's own, or one that several sequences have in common. `codecs` are made with the
+    first tokens if omitted.
     """
 
     small: tuple[float, float] = (0.0, 0.0)

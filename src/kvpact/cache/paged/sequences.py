@@ -186,18 +186,10 @@ class PagedSequences(Summarized, SequencePages):
         good: Sequence[Tensor | None] | None = None,
         before: Callable[[list[LayerPlan]], None] | None = None,
     ) -> list[Step]:
-        """Store new tokens, `[1, H_kv, new, D]`, and return a `Step` per sequence: all or none.
+        """Store new tokens `[1, H_kv, new, D]` by sequence; return a `Step` of each: all or none.
 
-        Parameters
-        ----------
-        layer, tokens
-            As in `append`.
-        configs : mapping, optional
-            Sequence id -> padding and `exact_new`.
-        good : sequence, optional
-            What `check` returned for each sequence, where the tokens went through it already.
-        before : callable, optional
-            Called with the plans before anything is stored; nothing is stored if it raises.
+        `configs`: padding and `exact_new` by id; `good`: what `check` returned; `before`: called
+        with the plans before anything is stored, which nothing is if it raises.
         """
         check_layer(layer, len(self.specs))
         if good is None:

@@ -46,13 +46,9 @@ class Piece(NamedTuple):
 class Stream(NamedTuple):
     """Slots and exact tokens of one stream at one moment; an append or a rollback makes another.
 
-    - `window`: exact tokens at the end.
-    - `packed`: tokens that have slots; the tail begins there or before.
-    - `memory`: where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
-    - `tail_start`: tokens in front of the tail.
-    - `spare`: tokens that fit after the tail, into its memory.
+    - `packed`: tokens that have slots; the tail begins there (`tail_start`) or before.
+    - `memory`: where the tail lies, `[B, H, n, D]`, with room for `spare` more tokens.
     - `sinks`: `[B, H, S, D]`, each row's exact first tokens; None while the tail has all tokens.
-    - `num_sinks`: how many these are.
     - `offset`: what is taken off tokens before they are encoded; exact tokens are whole.
     """
 
