@@ -28,6 +28,7 @@ from kvpact.errors import (
 from kvpact.geometry import check_count
 from kvpact.quantizers.numbers import all_finite, cast
 from kvpact.snapshot import Container
+from kvpact.snapshot.header import SIZE, check
 
 KIND, VERSION = "kvpact-plain-cache", 1
 _NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -127,14 +128,13 @@ def read_payload(payload: Any, num_layers: int, kv_dim: int, dtype: torch.dtype)
 
 def _checked(manifest: Mapping[str, Any], num_layers: int, kv_dim: int, dtype: torch.dtype) -> int:
     """Return the tokens of a payload that fits."""
-    good = set(manifest) == {"dtype", "kv_dim", "num_layers", "sections", "seq_len"}
-    sizes = [manifest.get(name) for name in ("num_layers", "kv_dim", "seq_len")]
-    if not good or any(type(n) is not int or n < 0 for n in sizes):
-        raise FormatError("the payload's manifest is damaged")
-    if sizes[:2] != [num_layers, kv_dim]:
+    sizes = dict.fromkeys(("num_layers", "kv_dim", "seq_len"), SIZE)
+    check(manifest, {**sizes, "dtype": object, "sections": list}, "the payload")
+    layers, width = manifest["num_layers"], manifest["kv_dim"]
+    if (layers, width) != (num_layers, kv_dim):
         raise GeometryError(
-            f"the payload has {sizes[0]} layers of width {sizes[1]}, the cache {num_layers} of "
-            f"width {kv_dim}"
+            f"the payload has {layers} layers of width {width}, the cache {num_layers} of width "
+            f"{kv_dim}"
         )
     if manifest["dtype"] != _name(dtype):
         held = str(manifest["dtype"])[:40]

@@ -115,8 +115,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
         "values": values,
         "packed_values": packed,
         "bytes": {**sizes, "total": total},
-        "bits_per_value": total * 8 / values if values else nan,
-        "slot_bits_per_value": used * 8 / packed if packed else nan,
+        **_bits(total, used, values, packed),
     }
 
 
@@ -134,10 +133,15 @@ def paged_stats(
     shrink = min(1.0, held / slots) if slots else 1.0
     sizes |= {kind: round(count * shrink) for kind, count in used.items()}
     sizes |= {"unused": held - sizes["codes"] - sizes["side"], "total": total}
-    values, packed = stats["values"], stats["packed_values"]
-    stats["bits_per_value"] = total * 8 / values if values else nan
-    stats["slot_bits_per_value"] = slots * 8 / packed if packed else nan
-    return stats
+    return stats | _bits(total, slots, stats["values"], stats["packed_values"])
+
+
+def _bits(total: float, slots: float, values: int, packed: int) -> dict[str, float]:
+    """Return the bits of all bytes per value, and of slots per packed value."""
+    return {
+        "bits_per_value": total * 8 / values if values else nan,
+        "slot_bits_per_value": slots * 8 / packed if packed else nan,
+    }
 
 
 def _count(stream: Stream, sizes: dict[str, int]) -> None:

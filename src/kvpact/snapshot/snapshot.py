@@ -329,10 +329,8 @@ class Snapshot:
             )
         if start < m.begin or start % m.page_size or (end is not None and end % m.page_size):
             raise GeometryError(f"cut at multiples of {m.page_size} tokens, from {m.begin} on")
-        packed = [s.packed for entry in m.layers for s in entry.streams or ()]
-        if start > min(packed, default=0) or not start <= (start if end is None else end) <= max(
-            min(packed, default=0), start
-        ):
+        packed = min((s.packed for x in m.layers for s in x.streams or ()), default=0)
+        if not start <= (start if end is None else end) <= packed:
             raise GeometryError(f"tokens {start} to {end} are not all packed")
         last = m.pages if end is None else (end - m.begin) // m.page_size
         first = (start - m.begin) // m.page_size

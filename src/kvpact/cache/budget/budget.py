@@ -119,13 +119,13 @@ def budget_of(
     exact: int | None = None,
 ) -> Budget:
     """Return a budget of ``200MB``, 200000000, or ``25%`` of `exact` bytes; raises `SpecError`."""
-    share = None if isinstance(amount, bool) else share_of(str(amount))
+    text = "" if isinstance(amount, bool) else str(amount)
+    share = share_of(text)
     if share is not None and exact is None:
         raise SpecError(
             f"budget {amount!r} is a share of the exact cache at a length: add context="
         )
-    count = 0 if isinstance(amount, bool) else bytes_of(str(amount))
-    count = count if share is None else int(share * (exact or 0))
+    count = bytes_of(text) if share is None else int(share * (exact or 0))
     if not count:
         raise SpecError(
             f"budget {amount!r} is no number of bytes such as '200MB' or '1.5GiB', and no share "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -189,9 +189,7 @@ class Planner:
         self.rungs, self.budget, self.extra = rungs, budget - extra, extra
         self.shape = batch, geometry.num_kv_heads, dtype.itemsize
         self.layers = geometry.num_layers
-        one = CacheGeometry(
-            1, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, dtype, geometry.latent
-        )
+        one = replace(geometry, num_layers=1, dtype=dtype)
         self.known: dict[tuple[Method, int], StreamFacts] = {}
         for spec in dict.fromkeys(spec for rung in rungs for spec in rung):
             self.known[spec.key, 0], self.known[spec.value, 1] = stream_facts(spec, one)

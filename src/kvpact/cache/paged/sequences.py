@@ -345,9 +345,7 @@ class PagedSequences(Summarized, SequencePages):
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""
         total, pool, layers = self.memory_usage(), self.pool.tensors(), self._all_layers()
         stats = paged_stats(layers, pool, total, self.compute)
-        tails = distinct_bytes(
-            stream.tail_memory() for layer in layers for stream in layer.streams()
-        )
+        tails = distinct_bytes(x.tail_memory() for layer in layers for x in layer.streams())
         learnt = distinct_bytes(self._learnt())
         stats["bytes"]["side"] += learnt
         stats["bytes"]["window"] = tails

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpact.cache.batch.rows import BatchRows
 from kvpact.cache.checks import check_layer, check_query, state_of
@@ -175,12 +176,8 @@ class PagedView(BatchRows):
         if torch.is_inference_mode_enabled():
             return self._detached_attend(layer, k=k, v=v, q=q, config=config)
         config, seqs = attend_config(config), self.seqs
-        if (
-            seqs
-            and not self._unfilled
-            and type(layer) is int
-            and 0 <= layer < len(self.cache.specs)
-        ):
+        known = type(layer) is int and 0 <= layer < len(self.cache.specs)
+        if seqs and known and not self._unfilled:
             output = quick_rows(self.cache, layer, seqs, k, v, q, config)
             if output is not None:
                 return output
@@ -214,16 +211,13 @@ class PagedView(BatchRows):
             bias = None
             if any(result.logit_bias is not None for result in results):
                 assert q is not None
-                parts = [
-                    result.logit_bias
-                    if result.logit_bias is not None
-                    else q.new_zeros(1, *q.shape[1:3], result.total, dtype=torch.float32)
-                    for result in results
-                ]
-                bias = torch.cat([_right(x, total, -1) for x in parts])
-            keys = torch.cat([_right(result.k, total, 2) for result in results])
-            values = torch.cat([_right(result.v, total, 2) for result in results])
-            yield KVTile(0, total, keys, values, bias)
+                none = q.new_zeros(1, *q.shape[1:3], 0, dtype=torch.float32)
+                parts = [none if x.logit_bias is None else x.logit_bias for x in results]
+                bias = torch.cat([pad(x, (total - x.shape[3], 0)) for x in parts])
+            ends = [(0, 0, total - result.total, 0) for result in results]
+            keys = [pad(result.k, end) for result, end in zip(results, ends, strict=True)]
+            values = [pad(result.v, end) for result, end in zip(results, ends, strict=True)]
+            yield KVTile(0, total, torch.cat(keys), torch.cat(values), bias)
 
         return DequantResult(tiles, total, any(result.has_bias for result in results))
 
@@ -317,13 +311,3 @@ class PagedView(BatchRows):
     def stats(self) -> dict[str, Any]:
         """Return what the paged cache holds."""
         return self.cache.stats()
-
-
-def _right(x: Tensor, total: int, dim: int) -> Tensor:
-    """Pad with zeros at the front of an axis."""
-    missing = total - x.shape[dim]
-    if not missing:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x.new_zeros(shape), x], dim)
