@@ -169,19 +169,15 @@ class ContiguousCache(Evictable, BatchRows):
                 self._end_prompt()
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             result = call(entry, k, v, *others, sizes)
-            self._stored(layer)
+            if self.compute.repeats:  # the other layers may need nothing new
+                self.heap.release()
+            self.heap.stored(layer + 1 == len(self._layers))
             return result
 
     def _end_prompt(self) -> None:
         if self.heap.active:
             self.heap.end()
         self.compute.end_prompt()
-
-    def _stored(self, layer: int) -> None:
-        """Let malloc know that a layer's tokens are stored; the others' may need nothing new."""
-        if self.compute.repeats:
-            self.heap.release()
-        self.heap.stored(layer + 1 == len(self._layers))
 
     def prefill(
         self,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.layer.held import Held, LayerPlan, Pair, Sizes, both_appends, next_seen, placed
+from kvpact.cache.layer.held import Held, LayerPlan, Pair, Sizes, next_seen, placed
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.stream.stream import PIECE, Stream
 from kvpact.contract import AttendConfig
@@ -87,8 +87,10 @@ class BudgetLayer(CacheLayer):
             self.clean, sizes = False, None
             k_stream, k_new = in_pieces(k_stream, k_new, padding, seen)
             v_stream, v_new = in_pieces(v_stream, v_new, padding, None)
-        appends = both_appends((k_stream, v_stream), (k_new, v_new), padding, seen, sizes)
-        seen = None if (ahead or appends[0].after).codec.ready else seen
+        k_size, v_size = (None, None) if sizes is None else sizes[:2]
+        k_append = k_stream.prepare(k_new, padding, seen, k_size)
+        appends = [k_append, v_stream.prepare(v_new, padding, None, v_size)]
+        seen = None if (ahead or k_append.after).codec.ready else seen
         plan = self._planned(held, appends, (k, v), padding, seen, config)
         after = plan.after._replace(descent=Descent(rungs, ahead))
         return plan._replace(after=self.paced(after))

@@ -67,19 +67,6 @@ class LayerPlan(NamedTuple):
     exact_new: bool
 
 
-def both_appends(
-    pair: Pair,
-    new: tuple[Tensor, Tensor],
-    padding: Tensor | None,
-    seen: Tensor | None,
-    sizes: Sizes,
-) -> list[AppendPlan]:
-    """Encode new tokens of K and of V; see `Stream.prepare`."""
-    k_size, v_size = (None, None) if sizes is None else sizes[:2]
-    k = pair[0].prepare(new[0], padding, seen, k_size)
-    return [k, pair[1].prepare(new[1], padding, None, v_size)]
-
-
 def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor | None:
     """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it, for a stream."""
     if stream.codec.ready or not stream.codec.learns_from:

@@ -13,7 +13,6 @@ from kvpact.cache.layer.held import (
     LayerPlan,
     Pair,
     Sizes,
-    both_appends,
     next_padding,
     next_seen,
     placed,
@@ -129,8 +128,10 @@ class CacheLayer:
                 self.compute.repeats = True
                 return plan
         seen = next_seen(held, pair[0], k, q)
-        appends = both_appends(pair, (k, v), padding, seen, sizes)
-        seen = None if appends[0].after.codec.ready else seen
+        k_size, v_size = (None, None) if sizes is None else sizes[:2]
+        k_append = pair[0].prepare(k, padding, seen, k_size)
+        appends = [k_append, pair[1].prepare(v, padding, None, v_size)]
+        seen = None if k_append.after.codec.ready else seen
         if key is not None and key not in prompts:
             prompts[key] = Prompt.like(pair, appends, call, self.compute, self._spec, self._latent)
         return self._planned(held, appends, (k, v), padding, seen, config)

@@ -135,7 +135,7 @@ class Prompt:
         latent: bool,
     ) -> Prompt | None:
         """Return the prompt of layers like one of a spec that a call's appends fill."""
-        k, v = (append.after for append in appends)
+        k, v = appends[0].after, appends[1].after
         first, second = LayerSide.of(before[0], k), LayerSide.of(before[1], v)
         (x, y, q), learns = call, not before[0].codec.ready
         if first is None or second is None:

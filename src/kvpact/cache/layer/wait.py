@@ -31,7 +31,8 @@ class Wait(NamedTuple):
             s.room_before(0) if s.codec.ready or not s.codec.learns_from else s.learning[0]
             for s in streams
         )
-        k_limit, v_limit = (surely_stored(s.plan, s.memory.tensor.shape[3]) for s in streams)
+        k_limit = surely_stored(streams[0].plan, k.shape[3])
+        v_limit = surely_stored(streams[1].plan, v.shape[3])
         return cls(tokens, k.dtype, k_limit, v_limit, layer.compute.deferred)
 
     def holds(self, held: int, k: Tensor, v: Tensor) -> bool:
