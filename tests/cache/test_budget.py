@@ -287,15 +287,6 @@ def test_snapshots_go_on_as_the_cache_does(total):
     assert all(map(same_state, states(other), states(cache)))
 
 
-def test_a_reset_begins_anew():
-    cache, fresh = grown([64] * 22), grown([64] * 22, total=200)
-    cache.reset()
-    grown_at_once = states(grown([200], total=200, cache=cache))
-    assert {str(spec) for spec in cache.specs} == {str(spec) for spec in fresh.specs}
-    one, other = ([x.streams[0].packed for x in state] for state in (grown_at_once, states(fresh)))
-    assert one == other
-
-
 def test_rotated_keys_of_latents_have_8_bits_on_every_rung():
     shape = kvpact.CacheGeometry(2, 1, 64, 32, dtype=torch.float32, latent=True)
     for spec, first in (("none", ["none", "trellis:bits=6/int:bits=8"]), ("trellis:bits=4", [])):

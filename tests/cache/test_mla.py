@@ -13,7 +13,7 @@ from kvpact.cache import bytes_per_token
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError, SpecError
 from kvpact.kernels import absorb_query, expand_output
 from kvpact.testing.data import by_name
-from kvpact.testing.held import held_bytes, same_bytes
+from kvpact.testing.held import held_bytes
 
 HEADS, NOPE, ROPE, V_DIM, RANK = 4, 16, 8, 12, 32
 SCALE = (NOPE + ROPE) ** -0.5
@@ -174,30 +174,6 @@ def test_nothing_is_expanded_for_all_tokens():
     assert largest[0] == largest[1] < 1024 * HEADS * NOPE
 
 
-@pytest.mark.parametrize("spec", ["none", "turboquant:bits=3,window=40", "kivi:bits=2", "kvarn"])
-def test_paged_is_contiguous_byte_for_byte(spec):
-    plain = kvpact.MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
-    paged = kvpact.PagedKVCache(spec, kvpact.CacheGeometry.mla(2, RANK, ROPE, torch.float32), 20)
-    assert isinstance(paged, kvpact.PagedKVCache)
-    view = paged.view()
-    for step, count in enumerate((200, 1, 1, 60)):
-        for layer in range(2):
-            c_kv, k_rope, q_nope, q_rope = tokens(count, step * 2 + layer, batch=1)
-            query = absorb_query(q_nope, q_rope, W_UK)
-            wanted = plain.attend(layer, k=c_kv, v=k_rope, q=query, config=CONFIG)
-            assert torch.equal(view.attend(layer, k=c_kv, v=k_rope, q=query, config=CONFIG), wanted)
-        if step == 1:
-            plain.truncate(150)
-            view.truncate(150)
-    compressor, (seq,) = kvpact.KVCacheCompressor(plain.specs[0]), view.seqs
-    for layer in range(2):
-        a = compressor.compress_mla_cache(plain, layer).tensors()
-        b = compressor.compress_mla_cache(paged, layer, seq).tensors()
-        assert a.keys() == b.keys() and all(same_bytes(a[name], b[name]) for name in a)
-    view.reset()
-    assert paged.num_free_pages == paged.num_pages
-
-
 def test_the_method_of_the_rotated_key():
     def spec(text: str, rope: str | None = None) -> str:
         return str(kvpact.MLACache(text, 1, RANK, ROPE, rope=rope).specs[0])
@@ -218,21 +194,6 @@ def test_the_method_of_the_rotated_key():
     geometry = kvpact.CacheGeometry.mla(1, RANK, ROPE)
     made = kvpact.create_cache({"default": "none", "layers": {"0": "int:bits=4"}}, geometry)
     assert made.specs == [kvpact.parse_spec("int:bits=4/int:bits=8")]
-
-
-def test_verbs_keep_the_cache_what_it_is():
-    cache = kvpact.MLACache("turboquant:bits=4", 1, RANK, ROPE)
-    cache.store(0, **by_name(*tokens(100, 0)[:2]))
-    fork = cache.fork()
-    assert isinstance(fork, kvpact.MLACache)
-    new = tokens(1, 1)
-    wanted = cache.attend_heads(0, **heads_of(*new, W_UK, W_UV))
-    assert torch.equal(fork.attend_heads(0, **heads_of(*new, W_UK, W_UV)), wanted)
-    fork.select(torch.tensor([1]))
-    row = [x[1:] for x in tokens(1, 2)]
-    got = fork.attend_heads(0, **heads_of(*row, W_UK, W_UV))
-    wanted = cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:]
-    assert torch.allclose(got, wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "paged"])

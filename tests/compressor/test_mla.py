@@ -3,7 +3,6 @@
 import pytest
 import torch
 from compressed import same
-from one_layer import normal
 from torch import Tensor
 
 import kvpact
@@ -120,10 +119,3 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     with pytest.raises(GeometryError, match="batch 1, but other layers hold 2"):
         compressor.decompress_to_mla_cache(one_row, cache, 1)
     assert (held_bytes(cache), held_bytes(paged)) == before
-
-
-def test_latents_are_compressed_as_latents():
-    cache = kvpact.MLACache("none", 1, 512, 64)
-    cache.store(0, k=normal(1, 1, 128, 512), v=normal(1, 1, 128, 64, seed=1))
-    found = kvpact.KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
-    assert found.nbytes == 128 * (512 // 2 + 2 + 64 + 4)

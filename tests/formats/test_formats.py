@@ -62,20 +62,6 @@ def test_planes_keep_every_bit_once_and_low_bits_first():
     }  # fmt: skip
 
 
-def test_one_code_is_where_kernels_look_for_it():
-    codes = torch.zeros(1, 1, TILE, 64, dtype=torch.uint8)
-    codes[0, 0, 21, 13] = 0b1011
-    key, value = (CodesField("codes", 4, 64, order) for order in ORDERS)
-    stored = key.allocate(1, 1, TILE, CPU)
-    key.write(stored, 0, codes)
-    # Token 21 is number 5 of the second half; channel 13 is item 5 of word 1.
-    assert stored[0, 0, 0, 1, 1, 5] == 0b1011 << 20 and stored.count_nonzero() == 1
-    stored = value.allocate(1, 1, TILE, CPU)
-    value.write(stored, 0, codes)
-    # Token 21 is item 5 of word 2 of its channel.
-    assert stored[0, 0, 0, 2, 13] == 0b1011 << 20 and stored.count_nonzero() == 1
-
-
 def make_field(kind: str, bits: int, dim: int):
     if kind == "group":
         return GroupField("mean", dim, TILE)

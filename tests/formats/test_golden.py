@@ -85,18 +85,3 @@ def test_golden_slots(path, text, data):
         decoded = codec.transform.inverse(codec.decode(arrays))[:, :, shown]
         expected = tensors[f"{text}|{side}|expected"]
         assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
-
-
-@pytest.mark.parametrize(("path", "text", "data"), cases())
-def test_a_cache_shows_the_golden_values(path, text, data):
-    tensors, metadata = load(path)
-    spec, shown = Spec.from_json(data), json.loads(metadata["shown"])
-    spec = spec.with_options(sinks=0, window=0)
-    k, v = tensors["input|k"], tensors["input|v"]
-    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 1, k.shape[3], v.shape[3]))
-    for start, end in ((0, 1), (1, 40), (40, 64)):
-        cache.prefill(0, k[:, :, start:end], v[:, :, start:end])
-    result = cache.prefill(0, k[:, :, 64:], v[:, :, 64:])
-    for side, got in (("k", result.k), ("v", result.v)):
-        expected = tensors[f"{text}|{side}|expected"].half()
-        assert torch.equal(got[:, :, shown], expected)

@@ -9,7 +9,6 @@ from closeness import WHOLE_BOUND, error
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
-from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -74,15 +73,6 @@ def test_the_same_numbers_alone_and_together(threads, set_threads):
         one = cache.view([seq]).attend(0, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1])
         # Weights are rounded beside the greatest of a task's tokens: tasks differ.
         assert error(one, found[i : i + 1]) <= 1e-5
-
-
-def test_an_empty_row_among_others():
-    outputs = []
-    for kernel in ("torch", "cpu"):
-        cache, view = filled(kernel, lengths=(40, 0, 200))
-        outputs.append(view.attend(0, **by_name(*given(3))).clone())
-    assert error(*outputs) <= WHOLE_BOUND
-    assert cache.stats()["compute"]["attend"] == {"cpu": 3}
 
 
 def test_views_with_the_same_rows_in_other_orders_do_not_wait_for_each_other_forever():

@@ -1,6 +1,5 @@
 """`attend` against attention written out in fp64 (`kvpact.testing`), over an exact cache."""
 
-import itertools
 import math
 
 import pytest
@@ -56,28 +55,6 @@ def test_sliding_window_over_several_chunks():
     for window in (3, 255, 256, 300):
         shape = {"batch": 1, "q_heads": 2, "total": 600, "queries": 280}
         check(AttendConfig(sliding_window=window), **shape)
-
-
-@pytest.mark.parametrize("kind", ["bool", "float32", "bfloat16", "infinite"])
-def test_masks(kind):
-    queries, total = 6, 70
-    g = torch.Generator().manual_seed(1)
-    for rows, heads, causal in itertools.product((1, 2), (1, 6), (True, False)):
-        mask = torch.rand(rows, heads, queries, total, generator=g) < 0.6
-        mask[..., 0] = True
-        if kind != "bool":
-            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-            lowest = -math.inf if kind == "infinite" else torch.finfo(dtype).min
-            slopes = torch.linspace(-2, 2, total).expand(mask.shape)
-            mask = torch.where(mask, slopes, lowest).to(dtype)
-        check(AttendConfig(mask=mask, is_causal=causal), queries=queries)
-
-
-def test_masks_over_several_chunks():
-    total, queries = 2 * CHUNK + 40, CHUNK + 20
-    mask = torch.rand(1, 2, queries, total, generator=torch.Generator().manual_seed(2)) < 0.5
-    shape = {"batch": 1, "q_heads": 2, "kv_heads": 1, "total": total, "queries": queries}
-    check(AttendConfig(mask=mask, is_causal=False), **shape)
 
 
 def test_all_rules_together():

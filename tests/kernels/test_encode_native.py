@@ -174,16 +174,6 @@ def test_what_the_kernel_can_not_take_raises_before_it_is_called():
     check_gaps(CpuEncoder(library(), codec), codec)
 
 
-def test_the_search_tree_finds_the_number_of_boundaries_below():
-    boundaries = tuple(float(i) for i in range(15))
-    tree = search_tree(boundaries)
-    for x in (-1.0, 0.0, 0.5, 7.0, 7.5, 14.0, 20.0):
-        i = 1
-        while i < 16:
-            i = 2 * i + (x > tree[i])
-        assert i - 16 == sum(b < x for b in boundaries)
-
-
 def test_square_roots_are_correctly_rounded():
     """torch's own may be a last bit off, on some processors, and so would stored bytes be."""
     x = torch.rand(10_000, generator=torch.Generator().manual_seed(7)) * 1000

@@ -1,7 +1,6 @@
 """The arguments of native attention: what is kept from call to call is never out of date."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import sizeof
 
 import pytest
@@ -164,23 +163,3 @@ def test_half_precision_tokens_and_strided_ones_stay_alive_during_the_call():
         )
         assert found.dtype == torch.float16
         assert error(expected.float(), found.float()) <= 1e-3
-
-
-def test_layers_in_threads(monkeypatch):
-    layers = 4
-    geometry = CacheGeometry(layers, HEADS, DIM, dtype=torch.float32)
-    alone, shared = (create_cache("turboquant:bits=4", geometry, backend="cpu") for _ in "ab")
-
-    def run(cache, layer):
-        generator, outputs = torch.Generator().manual_seed(layer), []
-        for _ in range(150):
-            k, v = torch.randn(2, 1, HEADS, 1, DIM, generator=generator)
-            q = torch.randn(1, HEADS * GROUPS, 1, DIM, generator=generator)
-            outputs.append(cache.attend(layer, k=k, v=v, q=q))
-        return torch.cat(outputs)
-
-    monkeypatch.setattr(native, "new_output", lambda *shape: torch.full(shape, torch.nan))
-    expected = [run(alone, layer) for layer in range(layers)]
-    with ThreadPoolExecutor(layers) as pool:
-        found = list(pool.map(lambda layer: run(shared, layer), range(layers)))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

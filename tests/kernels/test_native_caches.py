@@ -8,7 +8,6 @@ import torch
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_offset, same_bytes
-from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -68,20 +67,6 @@ def test_caches_are_alike(spec, layout, dtype):
     assert calls.get("learn", {}) == ({"cpu": 1} if learning else {})
 
 
-def test_latents():
-    geometry = CacheGeometry.mla(1, 96, 32, torch.float32)
-    found = []
-    for kernel in ("torch", "cpu"):
-        generator = torch.Generator().manual_seed(3)
-        cache = create_cache("turboquant:bits=4", geometry, backend=kernel)
-        cache.store(
-            0, **by_name(*(torch.randn(2, 1, 150, d, generator=generator) for d in (96, 32)))
-        )
-        found.append([cache.dequantize(0, side) for side in "kv"])
-    assert all(map(same_bytes, *found))
-    assert cache.stats()["compute"]["decode"] == {"cpu": 2}
-
-
 @pytest.mark.parametrize(("spec", "codec"), (
     ("lowrank:rank=8", "LowRankCodec"),
     ("qjl", "SignCodec"),
@@ -98,14 +83,6 @@ def test_what_is_not_native_is_torch_and_says_why(spec, codec):
     assert stats["encode"] == stats["decode"] == {"torch": 1, "cpu": 1}
     assert stats["reasons"]["encode: torch"] == f"cpu: no native encoding for {codec}"
     assert stats["reasons"]["decode: torch"] == f"cpu: no native format for {codec}"
-
-
-def test_codecs_that_learn_otherwise_are_torchs():
-    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("turboquant:bits=3,first=true/trellis", geometry)
-    k, v = torch.randn(2, 1, 2, 128, 64, generator=torch.Generator().manual_seed(12))
-    cache.prefill(0, k, v)
-    assert cache.stats()["compute"]["learn"] == {"torch": 1}
 
 
 @pytest.mark.parametrize("spec", ["int:bits=8", "turboquant:bits=3", "kivi:bits=2"])

@@ -68,16 +68,6 @@ def test_values_equal_ggufs_bit_for_bit(spec, dim, name):
             assert not torch.equal(got[:, :, :TOKENS], given)  # it is the stored value that we see
 
 
-@pytest.mark.parametrize(("spec", "bits"), [("q8_0", 8.5), ("q4_0", 4.5)])
-def test_bytes_are_those_of_ggufs_blocks(spec, bits):
-    block, size = quants.GGML_QUANT_SIZES[KINDS[spec]]
-    assert size * 8 / block == bits
-    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, HEADS, 64))
-    x = inputs("normal", 64)
-    cache.prefill(0, x, x)
-    assert cache.stats()["slot_bits_per_value"] == bits
-
-
 def test_magnitudes_beyond_the_scale_are_refused_not_stored_as_infinity():
     x = torch.full((1, HEADS, 1, 64), 1e7)
     with np.errstate(over="ignore"):

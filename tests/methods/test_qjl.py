@@ -8,7 +8,6 @@ from one_layer import unit_vectors
 
 import kvpact
 from kvpact.errors import SpecError
-from kvpact.methods import bytes_per_slot
 from kvpact.methods.kivi import KIVI
 from kvpact.methods.qjl import QJL
 from kvpact.transforms import RandomHadamard
@@ -79,20 +78,6 @@ def test_formula_of_the_paper_with_dense_matrices(dim, sketch):
     wanted = (torch.pi / 2 / dim) ** 0.5 * norm * (signs @ dense) / sketch
     got = codec.transform.inverse(codec.decode(arrays)).double()
     torch.testing.assert_close(got, wanted, atol=2e-3, rtol=1e-3)
-
-
-def test_blocks_are_orthonormal_and_not_alike():
-    blocks = dense_blocks(64, 4, 0)
-    for i, one in enumerate(blocks):
-        torch.testing.assert_close(one @ one.T, torch.eye(64), atol=1e-5, rtol=0)
-        for other in blocks[:i]:
-            assert (one @ other.T).abs().max() < 0.9
-
-
-def test_bytes_of_the_papers_preset():
-    method = QJL()
-    assert bytes_per_slot(method.key_codec(128, torch.float16)) == 2 * 128 / 8 + 2
-    assert bytes_per_slot(method.value_codec(128, torch.float16)) == 128 * (2 + 32 / 32) / 8
 
 
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 64)])

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latent_heads import heads_of
 
 from kvpact import AttendConfig, MLACache, PrefixCache, create_cache, list_methods
 from kvpact.errors import CacheFull, DtypeError, GeometryError, MismatchError, SpecError
@@ -59,21 +58,6 @@ def test_layouts_share_entries(store, make, ids, one, two):
     target = make("kvarn:bits=4", two)
     seq = target.allocate() if two == "paged" else None
     assert prefix(store, target).load(ids, seq=seq) == 256
-
-
-def test_restored_latents_are_attended_as_latents(store, make, ids):
-    source = fill(make("turboquant:bits=4,window=0", "latent"), ids[:256])
-    prefix(store, source).save(ids[:256])
-    outputs = []
-    for loaded in (source, make("turboquant:bits=4,window=0", "latent")):
-        if loaded is not source:
-            assert prefix(store, loaded).load(ids[:256]) == 256
-        generator = torch.Generator().manual_seed(0)
-        x = [torch.randn(1, h, 1, d, generator=generator) for h, d in
-             ((1, 32), (1, 16), (4, 8), (4, 16))]  # fmt: skip
-        w = [torch.randn(4, d, 32, generator=generator) for d in (8, 8)]
-        outputs.append(loaded.attend_heads(0, **heads_of(*x, *w)))
-    assert torch.equal(*outputs)
 
 
 def test_a_chat_writes_only_its_new_chunks(store, make, ids):

@@ -59,17 +59,6 @@ def test_caches_of_unlike_specs_share_what_is_stored(store, make, ids):
     assert prefix(store, paged, **options).load(ids, seq=seq) == 256
 
 
-def test_what_is_stored_is_smaller(store, make, ids):
-    source = fill(make("trellis:bits=4"), ids)
-    known = calibrated()
-    held = {}
-    for bits in (1, 2, 4):
-        prefixes = prefix(store, source, storage=f"pca:bits={bits}", calibration=known)
-        prefixes.save(ids)
-        held[bits] = len(store.get(prefixes.keys(ids)[1]))
-    assert held[1] < held[2] < held[4] < 64 * 2 * 2 * 48 * 4 // 4
-
-
 def test_storage_that_learns_needs_a_calibration(store, make):
     with pytest.raises(SpecError, match="fit"):
         prefix(store, make("int:bits=8"), storage="pca")

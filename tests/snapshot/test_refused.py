@@ -93,18 +93,6 @@ def test_packed_slots_without_what_their_method_learnt_are_refused(spec, layout)
         assert pages.restore(held) == 0
 
 
-@pytest.mark.parametrize("spec", LEARN)
-def test_a_cache_that_holds_nothing_has_learnt_nothing(spec):
-    empty = create_cache(spec, CacheGeometry(1, 2, 16, dtype=torch.float32))
-    again = create_cache(spec, empty.geometry)
-    again.restore(empty.snapshot())
-    assert again.seq_len(0) == 0 and again.memory_usage() == 0
-    # What is learnt now is what the other cache learns of the same tokens.
-    k, v, q = torch.randn(3, 1, 2, 160, 16, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(again.attend(0, k=k, v=v, q=q), empty.attend(0, k=k, v=v, q=q))
-    assert again.snapshot().to_bytes() == empty.snapshot().to_bytes()
-
-
 @pytest.mark.parametrize("call", [Snapshot.open, Snapshot.load])
 def test_what_is_no_regular_file_is_refused_by_name(tmp_path, call):
     os.mkfifo(tmp_path / "pipe")

@@ -63,11 +63,6 @@ class TestBackgroundStore(Around, TestDirectoryStore):
         return BackgroundStore(super().make_store(place, **options))
 
 
-class TestRefusingBackgroundStore(Around, TestMemoryStore):
-    def make_store(self, place, **options):
-        return BackgroundStore(super().make_store(place, **options), on_full="refuse")
-
-
 class TestEncryptedStore(Around, TestMemoryStore):
     def make_store(self, place, **options):
         return EncryptedStore(super().make_store(place, **options), SECRET)

@@ -9,34 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from plain_caches import DTYPES, LAYERS, ROOM, WIDTH, assert_refused, filled, rows
+from plain_caches import LAYERS, ROOM, WIDTH, assert_refused, filled, rows
 
 from kvpact import errors
 from kvpact.cache import KVCache
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["torch", "numpy", "numpy16", "pieces"])
-def test_tokens_come_back_in_the_order_they_came(dtype, form):
-    cache = KVCache(LAYERS, ROOM, WIDTH, dtype)
-    given = {(layer, side): rows(6, 10 * side + layer) for layer in range(2) for side in range(2)}
-    if form == "numpy16":
-        given = {place: x.half() for place, x in given.items()}
-    change = (lambda x: x.numpy()) if form.startswith("numpy") else (lambda x: x)
-    for begin, end in [(0, 4), (4, 6)] if form == "pieces" else [(i, i + 1) for i in range(6)]:
-        for layer in (1, 0):
-            k, v = (change(given[layer, side][begin:end]) for side in range(2))
-            cache.store_kv(layer, *((k, v) if form == "pieces" else (k[0], v[0])))
-        cache.advance(end - begin)
-    assert (cache.seq_len, cache.max_seq_len, cache.kv_dim, cache.num_layers) == (6, 8, 5, 2)
-    for layer in range(LAYERS):
-        k, v = cache.get_keys(layer), cache.get_values(layer)
-        assert k.dtype == v.dtype == cache.dtype == dtype
-        assert torch.equal(k, given[layer, 0].to(dtype))
-        assert torch.equal(v, given[layer, 1].to(dtype))
-        positions, each = zip(*cache.for_each_key(layer), strict=True)
-        assert positions == tuple(range(6)) and torch.equal(torch.stack(each), k)
-        assert torch.equal(torch.stack([x for _, x in cache.for_each_value(layer)]), v)
 
 
 def test_part_of_what_is_in_flight_may_be_committed():
@@ -187,16 +163,6 @@ def test_memory_is_claimed_as_it_is_used():
     gc.collect()
     assert cache.memory_usage() == 0
     assert resident() - before < 8e6
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
-    cache, given = KVCache(2, 1 << 16, 1024, dtype), torch.ones(64, 1024)
-    assert cache.memory_usage() == 0
-    for layer in range(2):
-        cache.store_kv(layer, given, given)
-    cache.advance(64)
-    assert cache.memory_usage() == 4 * 64 * 1024 * dtype.itemsize
 
 
 def test_neighbours_share_a_page_and_it_is_counted_once():

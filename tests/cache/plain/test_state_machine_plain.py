@@ -18,7 +18,8 @@ class Plain(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
     def begin(self, dtype):
         self.dtype, self.count = dtype, 0
-        self.cache = KVCache(LAYERS, ROOM, WIDTH, dtype)
+        self.cache = cache = KVCache(LAYERS, ROOM, WIDTH, dtype)
+        assert (cache.num_layers, cache.max_seq_len, cache.kv_dim) == (LAYERS, ROOM, WIDTH)
         self.done = [[] for _ in range(LAYERS)]
         self.flying = [[] for _ in range(LAYERS)]
         self.saved = []
@@ -28,11 +29,12 @@ class Plain(RuleBasedStateMachine):
         first, self.count = self.count, (self.count + count) % 40
         return [[float((first + i) % 40 * WIDTH + j) for j in range(WIDTH)] for i in range(count)]
 
-    @rule(layer=LAYER, count=st.integers(1, 4), numpy=st.booleans())
-    def store(self, layer, count, numpy):
+    @rule(layer=LAYER, count=st.integers(1, 4), form=st.sampled_from(["torch", "numpy", "numpy16"]))
+    def store(self, layer, count, form):
         given = self.tokens(count)
-        k = torch.tensor(given)
-        pair = (k.numpy(), (-k).numpy()) if numpy else (k, -k)
+        k = torch.tensor(given if count > 1 else given[0])
+        k = k.half() if form == "numpy16" else k
+        pair = (k, -k) if form == "torch" else (k.numpy(), (-k).numpy())
         if len(self.done[layer]) + count > ROOM:
             try:
                 self.cache.store_kv(layer, *pair)
@@ -93,8 +95,12 @@ class Plain(RuleBasedStateMachine):
         for layer in range(LAYERS):
             wanted = self.done[layer] + self.flying[layer]
             assert self.cache.get_keys(layer).tolist() == wanted
+            assert self.cache.get_keys(layer).dtype == self.cache.dtype == self.dtype
             assert (-self.cache.get_values(layer)).tolist() == wanted
-            assert [k.tolist() for _, k in self.cache.for_each_key(layer)] == wanted
+            assert [(i, k.tolist()) for i, k in self.cache.for_each_key(layer)] == [
+                *enumerate(wanted)
+            ]
+            assert [(-v).tolist() for _, v in self.cache.for_each_value(layer)] == wanted
 
 
 Plain.TestCase.settings = settings(
