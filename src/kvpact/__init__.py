@@ -112,7 +112,7 @@ _MEANT = {
     "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
     "save": "cache.save(path)",
 }
-"""What to write in the place of names that are guessed, or stand elsewhere."""
+"""Corrections of names that are guessed, or stand elsewhere."""
 
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
     _missing = "" if find_spec("transformers") else "kvpact.integrations.transformers"

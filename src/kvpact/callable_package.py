@@ -49,7 +49,7 @@ class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be rea
 def tells_names(meant: Mapping[str, str], call: str = "") -> Callable[[type[T]], type[T]]:
     """Let a class say what to write for names, or arguments of a `call`, that it has not."""
 
-    def told(kind: type[T]) -> type[T]:
+    def changed(kind: type[T]) -> type[T]:
         made: Any = kind.__init__
 
         @wraps(made)
@@ -68,4 +68,4 @@ def tells_names(meant: Mapping[str, str], call: str = "") -> Callable[[type[T]],
         kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore
         return kind
 
-    return told
+    return changed

@@ -26,9 +26,9 @@ _SHORT = re.compile(r"(?:bits=|([a-z]*)[-_]?)([1-9])[-_]?(?:bits?)?")
 EXACT = re.compile(r"(b|bfloat|float|f|fp)(16|32)|exact|full|dynamic", re.IGNORECASE)
 
 RECIPE_PREFIX = "recipe:"
-"""What the name of a shipped recipe begins with, where specs stand (`kvpact.recipe`)."""
+"""The prefix of a shipped recipe's name, where specs stand (`kvpact.recipe`)."""
 DEFAULT_SPEC = "trellis:bits=4"
-"""What users get who name no spec: the codec of least error at about 4 bits (`kvpact eval`)."""
+"""The spec where none is named: the codec of least error at about 4 bits (`kvpact eval`)."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,8 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
         return kind(text)
     except (ValueError, KeyError):
         hint = "; options stand apart by commas" if " " in text else ""
-        told = f"{method!r}: {key}={text!r} should be of type {kind.__name__}{hint}"
-        raise SpecError(told) from None
+        message = f"{method!r}: {key}={text!r} should be of type {kind.__name__}{hint}"
+        raise SpecError(message) from None
 
 
 def whole_number(text: str) -> int:

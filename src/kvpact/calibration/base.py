@@ -22,7 +22,7 @@ from kvpact.snapshot.header import COUNT, SIZE, check, need
 from kvpact.spec import Spec
 
 State = Mapping[str, Tensor]
-"""What a codec learnt, by name (`Codec.state`)."""
+"""Learnt tensors of a codec, by name (`Codec.state`)."""
 
 
 @dataclass(frozen=True)

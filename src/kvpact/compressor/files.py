@@ -54,7 +54,7 @@ def _stream_entry(stream: PackedStream) -> dict[str, Any]:
 
 
 Parts = tuple[Spec, Literal["batched", "unbatched"], int, PackedStream, PackedStream]
-"""What a `CompressedKV` is made of: spec, layout, batch, K and V."""
+"""The parts of a `CompressedKV`: spec, layout, batch, K and V."""
 
 
 def container(parts: Parts, tensors: dict[str, Tensor]) -> Container:

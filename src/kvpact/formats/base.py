@@ -18,7 +18,7 @@ from torch import Tensor
 
 FORMAT_VERSION = 1
 Order = Literal["token", "channel"]
-"""What a word of codes holds: channels of a token (K), or tokens of a channel (V)."""
+"""The contents of a word of codes: channels of a token (K), or tokens of a channel (V)."""
 
 
 class Places(NamedTuple):

@@ -296,7 +296,7 @@ class Form:
     def parts(self) -> dict[str, Field]:
         """Fields by their parts in decoding: ``codes``, and whichever of these there are.
 
-        With `level` the number that a code stands for, a vector is, K and V alike::
+        With `level` the number that a code stands for, a vector is, for K and V::
 
             scale[token, channel group] * level + zero[token, channel group]
 

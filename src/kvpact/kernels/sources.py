@@ -49,7 +49,7 @@ class SegmentSource(Protocol):
 
     segment_tokens: int
     prepared: dict[str, Any]
-    """What each backend, by its name, keeps of where these slots lie."""
+    """Addresses of these slots that backends keep, by backend."""
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""

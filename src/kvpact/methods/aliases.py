@@ -9,7 +9,7 @@ Q8_0 = Alias("q8_0", "int:bits=8,sinks=0,window=0")
 Q4_0 = Alias("q4_0", "int:bits=4,sinks=0,window=0")
 # The serving engines' default fp8 cache: rounded without a scale.
 FP8_E4M3 = Alias("fp8_e4m3", "fp8:scale=none,sinks=0,window=0")
-# turboquant-rs: 3 and 4 bits all told, without (pqo) and with (tq) QJL on K.
+# turboquant-rs: 3 and 4 bits in all, without (pqo) and with (tq) QJL on K.
 PQO3 = Alias("pqo3", "turboquant:bits=3,scale=l2,sinks=0,window=0")
 PQO4 = Alias("pqo4", "turboquant:bits=4,scale=l2,sinks=0,window=0")
 _PROD = "turboquant:bits={0},mode=prod,scale=l2,sinks=0,window=0"

@@ -82,7 +82,7 @@ class FittedCodec(Codec):
     """A codec of vectors of width `dim` with a learnt state, frozen once it is there."""
 
     before_rope: bool = False
-    """Whether keys are stored as they are before RoPE, where calibration tells it."""
+    """Keys are stored as they are before RoPE, if the calibration knows it."""
 
     def __init__(self, dim: int) -> None:
         self._dim = dim

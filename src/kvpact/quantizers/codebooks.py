@@ -23,7 +23,7 @@ bits      unit                E(x - level)^2   above the least possible (Lloyd-M
 
 A coordinate of a randomly rotated unit vector of width d, times sqrt(d), is so close to N(0, 1)
 that the exact (Beta) codebook differs by .1 to .4 % in distortion. The levels are constants, not
-computed at run time, so that codes are the same bytes everywhere; tests derive them again from the
+computed at run time, so that codes are the same bytes everywhere; tests check them against the
 density.
 """
 

@@ -47,7 +47,7 @@ _POSITIVE_LEVELS: dict[int, tuple[int, ...]] = {
 }
 # fmt: on
 UNITS = {1: 0.0188485, 2: 0.0151398, 3: 0.0242000, 4: 0.0256291, 5: 0.0332530, 6: 0.0330904}
-"""What one step of the levels of k bits stands for, of numbers with a mean square of 1."""
+"""One step of the levels of k bits, for numbers with a mean square of 1."""
 
 STATES = (8, 16)
 LEAST = 8

@@ -102,7 +102,7 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
 
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""What stands in front of the threads in a call, but for the tokens."""
+"""Arguments in front of the threads in a call, but for the tokens."""
 
 
 def covers(codecs: tuple[Codec, Codec], sides: tuple[PromptSide, ...], q: Tensor | None) -> bool:

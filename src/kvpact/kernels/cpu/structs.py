@@ -68,7 +68,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     )
     for result, name, arguments in re.findall(r"KVP_EXPORT (\w+) (\w+)\(([^)]*)\);", _HEADER)
 }
-"""What functions of the library return and take."""
+"""Results and arguments of the library's functions, by name."""
 
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
 

@@ -23,7 +23,7 @@ _LEARNT = {
     "order": torch.int32,
     "deviation": torch.float32,
 }
-"""What is learnt of keys, in the order in which kernels get it, each of the width of K but one."""
+"""Learnt tensors of keys in the order in which kernels get them, all but one as wide as K."""
 
 
 def reason(form: TrellisForm, by_token: bool) -> str:
