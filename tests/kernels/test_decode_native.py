@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from random_cases import random_cases
 from simd_levels import at_level, each_half, levels
 
-from kvpact.kernels import report
 from kvpact.kernels.cpu import backend
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
@@ -55,11 +54,6 @@ def test_what_is_beyond_fp16_becomes_its_largest_number(spec):
     tokens[..., ::2] = -65500.0
     codec, store = decode_compare.packed(spec, "k", tokens if spec[0] == "i" else tokens * 3)
     assert decode_compare.compare_slots(codec, store, 0, 32, torch.float16, True) == ""
-
-
-def test_the_report_has_decoding():
-    (line,) = (line for line in report() if (line.operation, line.backend) == ("decode", "cpu"))
-    assert line.available and "native" in line.reason
 
 
 def test_what_the_kernel_can_not_take_raises_before_it_is_called(monkeypatch):
