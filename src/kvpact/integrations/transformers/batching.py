@@ -37,8 +37,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import NOTHING, Known, learnt_of
 from kvpact.integrations.calibrations import learning
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import check_serves, codecs
+from kvpact.integrations.pages.page import PageForm, check_serves, codecs
 from kvpact.integrations.pages.window import SLACK, Row, WindowPool
 from kvpact.integrations.transformers.attention.forward import Loan, choose_attention, given_back
 from kvpact.integrations.transformers.attention.learnt import calibration_of

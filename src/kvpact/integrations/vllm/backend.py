@@ -30,8 +30,7 @@ from kvpact.formats import TILE
 from kvpact.integrations.calibrated import NOTHING, Learnt
 from kvpact.integrations.pages.damage import watch_of
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import WindowPool
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.dtype import DTYPE, TAKEN

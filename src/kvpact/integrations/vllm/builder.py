@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvpact.integrations.pages.page import codecs
 from kvpact.integrations.pages.prompt import FEW, PromptRun, Scratch
-from kvpact.integrations.pages.serves import codecs
 from kvpact.integrations.pages.window import SLACK, Row, waves
 from kvpact.integrations.vllm.calibrated import known_of
 from kvpact.integrations.vllm.setting import native_plan, refuse, served_specs

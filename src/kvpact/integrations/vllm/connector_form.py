@@ -10,7 +10,7 @@ from kvpact.cache.layer.states import PAGE_TOKENS
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import Learnt
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import codecs
 from kvpact.methods import Codec
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity

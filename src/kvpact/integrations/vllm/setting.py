@@ -16,8 +16,7 @@ from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import learnt_of
 from kvpact.integrations.calibrations import learning
-from kvpact.integrations.pages.page import PageForm, page_unit
-from kvpact.integrations.pages.serves import check_serves, codecs
+from kvpact.integrations.pages.page import PageForm, check_serves, codecs, page_unit
 from kvpact.integrations.vllm.calibrated import CALIBRATION, known_of, named, of_rank
 from kvpact.integrations.vllm.dtype import as_model
 from kvpact.kernels import Compute, Plan, choose
