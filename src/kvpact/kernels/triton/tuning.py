@@ -28,19 +28,12 @@ def block_tiles(value_bits: int) -> int:
 
 
 class Choice(NamedTuple):
-    """The launch settings of a variant.
+    """The launch settings of a variant."""
 
-    - `tiles`: tiles of 32 tokens of a block.
-    - `warps`: of a program. With one there are no barriers.
-    - `stages`: of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two.
-    - `registers`: of a thread, at most. Left to itself the assembler spills a few of 170, so that
-      more programs fit.
-    """
-
-    tiles: int
-    warps: int
-    stages: int
-    registers: int | None = None
+    tiles: int  # tiles of 32 tokens of a block
+    warps: int  # of a program; with one there are no barriers
+    stages: int  # of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two
+    registers: int | None = None  # of a thread; left to itself the assembler spills a few of 170
 
 
 def choice(value_bits: int, rows: int, inside: bool) -> Choice:
@@ -53,22 +46,15 @@ def choice(value_bits: int, rows: int, inside: bool) -> Choice:
 
 
 class GeneralChoice(NamedTuple):
-    """The launch settings of a variant of the general kernel.
-
-    `keys`, `values`: channels of keys and of values that are multiplied at a time, at most.
-    """
+    """The launch settings of a variant of the general kernel."""
 
     warps: int
-    keys: int
-    values: int
+    keys: int  # channels of keys that are multiplied at a time, at most
+    values: int  # and of values
 
 
 def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
-    """Return how the general kernel is launched.
-
-    `width`: channels of a vector, padded to a power of two; `thrice`: whether products are those of
-    fp32.
-    """
+    """Return how the general kernel is launched; `width`: channels, padded to a power of two."""
     if rows == 16 and width <= (128 if thrice else 256):
         return GeneralChoice(4, 64 if thrice else 128, 64)
     if width > 512:

@@ -164,16 +164,13 @@ def _most_tokens(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tens
 
 
 class Prepared(NamedTuple):
-    """The constants of such calls; `variant`, `splits`: of the general kernel, and its parts.
-
-    `chunk`: whether new tokens are attended apart from the past.
-    """
+    """The constants of calls of one kind."""
 
     rows: Rows
-    variant: Variant
+    variant: Variant  # of the general kernel
     fast: Fast | None
-    splits: int
-    chunk: bool
+    splits: int  # its parts
+    chunk: bool  # new tokens are attended apart from the past
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
@@ -197,12 +194,7 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
 def attend_prepared(
     known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
 ) -> None:
-    """Attend over calls of one kind, whose lengths and addresses are those of a table.
-
-    `known`: for calls like these; lengths are those that its table has. `out`:
-    `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a
-    step.
-    """
+    """Attend into `[rows, H_q, q_len, D_v]`; `counting`: what the last launch of a step counts."""
     rows, variant, fast, splits, chunk = known
     call, device = calls[0], out.device
     slots = _slots(call)

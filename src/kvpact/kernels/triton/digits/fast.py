@@ -45,17 +45,14 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 
 
 class Fast(NamedTuple):
-    """The work of the fast kernels for calls of one kind; `kw`: bytes of k that stand side by side.
-
-    `inside`: whether no block reaches over the end of a segment.
-    """
+    """The work of the fast kernels for calls of one kind."""
 
     k: Slots
     v: Slots
     choice: Choice
-    inside: bool
+    inside: bool  # no block reaches over the end of a segment
     parts: int
-    kw: int
+    kw: int  # bytes of k that stand side by side
 
 
 def digits_reason(k: Slots, v: Slots, rows: int) -> str:
@@ -102,13 +99,10 @@ def _known_fields(form: SlotForm, order: str) -> bool:
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
-    """Return the first token that the fast kernels attend, and the one after the last.
+    """Return the first token that the fast kernels attend, by row `[B]` perhaps, and the end.
 
     All queries see these tokens, but for what a sliding window hides from some of them. No sink
-    tokens are among them, and no padding.
-
-    The first may differ from row to row: `[B]`, on the device of the padding. Not below it
-    means that there are none.
+    tokens are among them, and no padding. There are none where the first is not below the end.
     """
     view, config = call.view, call.config
     if view is None or config.mask is not None or call.latent or view.k.offset is not None:
@@ -187,11 +181,7 @@ def attend_fast(
     lse: Tensor,
     first_part: int,
 ) -> None:
-    """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row.
-
-    `packed`, `lse`: fp32 `[B, H_kv, parts, rows, D_v]`, in V's transformed space, each by its own
-    sum, and `[B, H_kv, parts, rows]`, base 2; -inf for a part without tokens.
-    """
+    """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row (see `attend_digits`)."""
     batch, heads, parts, rows, _ = packed.shape
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None

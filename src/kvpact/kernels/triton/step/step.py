@@ -80,11 +80,8 @@ def take(
 ) -> None:
     """Take the tokens of a step, after those that each row holds: the device alone knows.
 
-    Tokens of groups and of trellises are encoded by others.
-
-    `table`: of `rows`; takes the places of the new tokens. `flags`: of `sent_flags`, one for
-    each row or one for all. `k`, `v`, `q`: `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and
-    `[B, H_q, queries, D]`, their last axes without gaps.
+    Tokens of groups and of trellises are encoded by others. `flags`: of `sent_flags`, one for each
+    row or one for all. The last axes of `k`, `v` and `q` have no gaps.
     """
     batch, heads, new, _ = k.shape
     how = [side.taking for side in sides]
@@ -121,21 +118,14 @@ class _At(NamedTuple):
 
 
 class TritonStep(StepRunner):
-    """Per-layer constants of repeated decode steps.
-
-    - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
-      they read and write.
-    - `good`: 0-d bool on the device, which becomes False where a number of a step can't be stored.
-    - `frozen`: whether the device alone knows how many tokens are held: while a graph is captured.
-    - `placed`: how often counts, addresses or flags were sent; a graph stands as long as this does.
-    """
+    """Per-layer constants of repeated decode steps like `call`, which `covers` lets pass."""
 
     def __init__(self, call: AttendCall, good: Tensor) -> None:
         super().__init__(call)
         assert call.view is not None and call.k is not None and call.v is not None
-        self.good = self._good = good
-        self.frozen = False
-        self.placed = 0
+        self.good = self._good = good  # 0-d bool: False where a number of a step can't be stored
+        self.frozen = False  # while a graph is captured the device alone knows what is held
+        self.placed = 0  # how often counts, addresses or flags were sent; a graph stands till then
         self._call, self._view = call, call.view
         self._codecs = (call.view.k.codec, call.view.v.codec)
         self._windows = (call.view.k.window, call.view.v.window)
@@ -163,10 +153,7 @@ class TritonStep(StepRunner):
         return self._windows == other._windows and all(a is b for a, b in pairs)
 
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
-        """Check, attend, keep and encode new tokens; see `StepRunner`.
-
-        Tokens that lie less aligned than those before are left to the ordinary way.
-        """
+        """Check, attend, keep and encode new tokens; None if they lie less aligned than before."""
         runners = [_own(row) for row in rows]
         loose = any(runner._loose for runner in runners)
         if (k.data_ptr() | v.data_ptr()) % 16 and not loose:
@@ -215,10 +202,7 @@ class TritonStep(StepRunner):
         return self._flags[1]
 
     def place(self, held: int, k: End, v: End) -> None:
-        """Send counts and addresses, unless the device has them.
-
-        `k`, `v`: where exact tokens begin, and where they lie.
-        """
+        """Send counts and addresses, unless the device has them."""
         self._place([(self, held, k, v)])
 
     def _place(self, rows: list[tuple[TritonStep, int, End, End]]) -> None:
