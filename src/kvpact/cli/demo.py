@@ -67,15 +67,12 @@ def demo(
 
 
 class Continuation(NamedTuple):
-    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held.
-
-    `process`: bytes by which the process grew, as the kernel counts; None where none tells (Linux).
-    """
+    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held."""
 
     cache: str
     tokens: list[int]
     bytes: int
-    process: int | None
+    process: int | None  # by which the process grew, as the kernel counts; None where none tells
 
 
 STATUS = Path("/proc/self/status")

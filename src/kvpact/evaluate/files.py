@@ -87,10 +87,7 @@ def write_report(
 
 
 def write_growth(runs: Sequence[GrowthResult], directory: str | PathLike[str]) -> list[Path]:
-    """Write ``growth.json``, then ``growth.png``; return their paths.
-
-    `BackendUnavailable` tells that matplotlib is missing; the JSON file is there.
-    """
+    """Write ``growth.json``, then ``growth.png``, which needs matplotlib; return their paths."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     written = [write_json(folder / "growth.json", [asdict(run) for run in runs])]

@@ -48,20 +48,15 @@ Make = Callable[[], Any]
 
 @dataclass(frozen=True)
 class GrowthPoint:
-    """A cache at the end of a stretch.
-
-    - `kl`, `kl_se`: of the stretch's tokens, nats; NaN where they did not fit.
-    - `needle`, `needle_se`: log-probability of the needles so far, less the exact cache's.
-    - `bits`: of a cache with a budget: mean bits of packed numbers.
-    """
+    """A cache at the end of a stretch."""
 
     tokens: int
-    kl: float
-    kl_se: float
-    needle: float
+    kl: float  # of the stretch's tokens, nats; NaN where they did not fit
+    kl_se: float  # its standard error
+    needle: float  # log-probability of the needles so far, less the exact cache's
     needle_se: float
     bytes: int
-    bits: float | None
+    bits: float | None  # of a cache with a budget: mean bits of packed numbers
 
 
 @dataclass(frozen=True)

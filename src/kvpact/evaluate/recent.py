@@ -16,10 +16,7 @@ SINKS = 4
 
 
 class RecentLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Exact tokens of a layer, at most so many: the first ones and the most recent ones.
-
-    Positions go on to count all tokens. A call's own tokens see one another, and all that is held.
-    """
+    """Exact tokens of a layer, at most so many, the first and the last; positions count all."""
 
     is_sliding = False  # no mask hides what is held
 

@@ -209,11 +209,9 @@ def _row(
 
 
 def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, Any]:
-    """Count the bytes of the exact cache, and those of them that a compressed cache takes over.
+    """Return the bytes of the exact cache, and those that a cache takes over, as in `EvalRow`.
 
-    Sliding windows, chunked and linear attention hold a bounded state, which stays exact: there
-    the bits per value of the other layers say little about the cache as a whole. The keys are
-    those of `EvalRow`; layers whose method is ``none`` are not covered.
+    Bounded states (windows, chunked and linear attention) stay exact, and ``none`` covers nothing.
     """
     from kvpact.integrations.transformers.engine_cache import tensors_of
     from kvpact.integrations.transformers.layers.full import CompressedLayer

@@ -57,12 +57,10 @@ def _call(file: dict[str, str | int]) -> str:
 
 
 def _asked(depth: float, file: dict[str, str | int]) -> list[Question]:
-    """Return a question for each argument, asked after those before it.
-
-    A text ends before its closing quotation mark, which tokenizers join with what follows.
-    """
+    """Return a question for each argument, asked after those before it."""
     found = []
     for name in ARGUMENTS:
         begin, key, _ = _call(file).partition(f'"{name}":')
+        # Tokenizers join the closing quotation mark with what follows.
         found.append(Question(depth, begin + key, " " + json.dumps(file[name]).rstrip('"')))
     return found

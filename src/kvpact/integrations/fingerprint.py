@@ -27,10 +27,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def fingerprint(weights: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name.
-
-    Raises `MismatchError` where weights can't be read.
-    """
+    """Return a BLAKE2b-256 over a config and all weights by name; `MismatchError` if unreadable."""
     return _digest(
         chain.from_iterable(pieces(x, weights[x], False) for x in sorted(weights)), config
     )
@@ -102,10 +99,7 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
 
 
 def weights_seen(model: Any) -> tuple[object, object]:
-    """Return what changes when weights do, and with the active adapter; both cheap to read.
-
-    Storages and versions tell of PyTorch's changes, a number of each tensor of those by ``.data``.
-    """
+    """Return what changes when weights do, and with the active adapter; both cheap to read."""
     tensors, adapters = list[object](), list[object]()
     numbers: dict[torch.device, list[Tensor]] = defaultdict(list)
     gathered = gathers(model)

@@ -24,10 +24,7 @@ _ITEM = 2  # bytes of an exact number
 
 
 def budget_bytes(text: str, exact: int) -> int:
-    """Return the bytes that a budget allows, of the exact cache's `exact`.
-
-    `text`: a share of it (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
-    """
+    """Return the bytes that ``25%`` of `exact`, ``4GB``, ``1.5GiB`` or ``1000000`` are."""
     share, text = share_of(text), text.strip()
     if share is None and not bytes_of(text) and not re.match(r"0+(\.0*)?\s*[a-zA-Z]*$", text):
         raise RecommendationError(

@@ -42,31 +42,23 @@ CANDIDATES = (
 
 
 class Costs(NamedTuple):
-    """The costs of one spec by layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
+    """The costs of one spec by layer."""
 
-    `shrunk`: layer -> what V loses in length (see `Sensitivity`).
-    """
-
-    key: dict[int, Tensor]
+    key: dict[int, Tensor]  # ``[2, draws]``: costs, and expected ones
     value: dict[int, Tensor]
-    shrunk: dict[int, float]
+    shrunk: dict[int, float]  # what V loses in length, see `Sensitivity`
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The measurements of a model on a text, for plans of any budget.
+    """The measurements of a model on a text, for plans of any budget."""
 
-    `seen`: queries, K and V of the text; `costs`: of each spec; `draws`: random directions of the
-    gradients; `left_out`: specs that the model's K and V do not allow, and why; `notes`: large key
-    biases and outlier channels; `tokens`: of the text.
-    """
-
-    seen: Seen
-    costs: Mapping[str, Costs]
-    draws: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
-    tokens: int
+    seen: Seen  # queries, K and V of the text
+    costs: Mapping[str, Costs]  # of each spec
+    draws: int  # random directions of the gradients
+    left_out: tuple[str, ...]  # specs that the model's K and V do not allow, and why
+    notes: tuple[str, ...]  # large key biases and outlier channels
+    tokens: int  # of the text
 
 
 def _refusal(spec: str, seen: Seen) -> str:

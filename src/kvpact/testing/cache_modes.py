@@ -20,15 +20,11 @@ _STEPS, _NEW = 6, 4
 
 
 class Mode(NamedTuple):
-    """The settings of torch while a program calls a cache.
-
-    `device`: the default device; None leaves it. `inference`: whether what is called first runs in
-    inference mode; the rest runs outside of it.
-    """
+    """The settings of torch while a program calls a cache."""
 
     dtype: torch.dtype = torch.float32
-    device: str | None = None
-    inference: bool = False
+    device: str | None = None  # the default device; None leaves it
+    inference: bool = False  # what is called first runs in inference mode
 
     @contextmanager
     def set(self) -> Iterator[None]:

@@ -58,16 +58,13 @@ _SECTOR = 32 << 20
 
 
 class Served(NamedTuple):
-    """What the layers of a model hold, by their numbers; `windows`: requests that have some.
-
-    `shape`: KV heads and width; `calls`: where requests are counted.
-    """
+    """What the layers of a model hold, by their numbers."""
 
     specs: list[Spec]
     plans: list[Plan]
-    windows: int
-    shape: tuple[int, int]
-    calls: ServedCalls
+    windows: int  # requests that have some
+    shape: tuple[int, int]  # KV heads and width
+    calls: ServedCalls  # where requests are counted
 
     def forms(self, layers: Sequence[int], tokens: int) -> list[PageForm]:
         """Return the forms of some layers' pages. Raises `GeometryError`."""
@@ -259,10 +256,7 @@ def _paged(spec: Spec) -> Spec:
 
 
 def served_specs(specs: Sequence[Spec]) -> list[Spec]:
-    """Return what the pages of each layer hold: the default spec without sinks and means.
-
-    Raises `SpecError` for others that pages can't hold.
-    """
+    """Return what pages hold of specs, the default one without sinks and means; or `SpecError`."""
     default = parse_spec(DEFAULT_SPEC)
     for spec in dict.fromkeys(specs):
         wanted = _paged(spec)
@@ -283,11 +277,7 @@ def make_manager(
     backend: str,
     calls: ServedCalls,
 ) -> Any:
-    """Return the manager that `method` makes, with packed pages.
-
-    `calibration`: None to find or make the model's; `calls` counts requests. Raises `EnableError`,
-    `SpecError`.
-    """
+    """Return the manager that `method` makes, with packed pages; or `EnableError`, `SpecError`."""
     config = model.config.get_text_config(decoder=True)
     if model.device.type != "cpu":
         raise EnableError(

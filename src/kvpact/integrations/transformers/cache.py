@@ -214,13 +214,10 @@ class CompressedCache(Evicting):
         self._dropped_at = drops_cache_at(decoder)
 
     def __bool__(self) -> bool:
-        """Return whether there is a cache to be used, or dropped: Phi-3's `generate` asks that.
-
-        Where its rotation switches factors, it goes on without a cache that holds fewer tokens. An
-        empty one is none to drop; of another one this says that it will be.
-        """
+        """Return False where Phi-3's `generate` may drop the cache; warn of what is dropped."""
         if self._dropped_at is None:
             return True
+        # An empty cache is none to drop.
         held, caller = self.get_seq_length(), sys._getframe(1)
         if 0 < held <= self._dropped_at and caller.f_code.co_name.startswith("prepare_inputs"):
             ids = caller.f_locals.get("input_ids")

@@ -40,10 +40,7 @@ _lock = threading.Lock()
 
 
 class _Hook:
-    """An attribute of a model in front of a method of its class, until it is removed.
-
-    A copy of the model has a copy of it; a pickled model has none (`_State`), and needs no kvpact.
-    """
+    """An attribute of a model in front of a method of its class; copied with it, never pickled."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         # Weakly, so that a model is freed when its last user drops it, as without the hook.

@@ -42,10 +42,7 @@ _FORGETFUL = {"falcon_mamba", "jamba", "zamba"}
 
 
 class TextPrefixes(PrefixCache):
-    """Prefixes that end before the first token of an image, a video or sound.
-
-    What those show is in no token id: equal ids may stand for other K and V.
-    """
+    """Prefixes that end before the first token of an image, a video or sound, which no id shows."""
 
     media: frozenset[int] = frozenset()
     model: Any

@@ -39,10 +39,7 @@ def _loaded(path: str) -> Known:
 
 
 def known_of(model: Any, specs: Sequence[Spec]) -> Known | None:
-    """Return what the specs of a model's layers learnt, None where they learn nothing.
-
-    `model`: vLLM's configuration of it. Raises `SpecError`, `FormatError`, `IntegrityError`.
-    """
+    """Return what the specs of a model's layers learnt, None where they learn nothing."""
     learnt = tuple(learning(specs))
     return (named() or _found(model.model, model.revision, learnt)) if learnt else None
 

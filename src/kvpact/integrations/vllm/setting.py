@@ -77,12 +77,9 @@ def give_backends(
     sliding: Callable[[int], type],
     dtype: torch.dtype,
 ) -> list[str]:
-    """Replace the `plain` backend class of each attention layer by the class of its kind.
+    """Replace the `plain` backend class of attention layers; return those that store by a spec.
 
-    Returns the names of those that store by a spec.
-
-    `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
-    sliding window, of the bytes of a token in the largest of the others; `dtype`: the model's.
+    `stored`: makes their class; `sliding`: that of the others, of the bytes of the largest token.
     """
     plains = {
         name: layer

@@ -42,16 +42,13 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """The latest pass: `layers` that attend to all tokens (`wanted`), and `bounded` ones.
-
-    `read`: what these attend to (see `ReadTokens`).
-    """
+    """The latest pass: `layers` that attend to all tokens (`wanted`), and `bounded` ones."""
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)
     bounded: dict[int, BoundedLayer] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
     num_layers: int = 0
-    read: ReadTokens | None = None
+    read: ReadTokens | None = None  # what `layers` attend to
 
     def take(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]

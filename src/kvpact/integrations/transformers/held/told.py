@@ -28,13 +28,10 @@ _NEVER = {"inputs_embeds", "encoder_hidden_states"}
 
 
 class CallLog:
-    """The id and position of every token of a cache, and why its K and V are no id's alone.
-
-    Nothing is looked at before somebody asks, so that no call waits for a device.
-    """
+    """The id and position of every token of a cache, and why its K and V depend on more."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen = 0  # nothing is looked at before somebody asks: no call waits for a device
         self._reasons = list(_REASONS)
         self._rows = torch.zeros(3, 0, dtype=torch.int64, device="cpu")
 

@@ -25,10 +25,7 @@ from kvpact.integrations.transformers.layers.index_keys import IndexKeys
 
 
 class EntriesLayer(IndexKeys):
-    """The part of a layer that packs its entries; the other base is the model's own class.
-
-    Entries are the layer `index` of the compressed ones, latents without a rotated part.
-    """
+    """The part of a layer that packs its entries, as latents; the other base is the model's own."""
 
     _layer_type = None  # lest transformers take this for its own class of such layers
     is_croppable = False

@@ -24,10 +24,7 @@ _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
 class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
-    """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`.
-
-    Rollbacks, beams and the like concern all layers at once: `TransformersCache` carries them out.
-    """
+    """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`."""
 
     is_sliding = False
     is_croppable = True

@@ -15,10 +15,7 @@ from kvpact.quantizers.channels import GROUP, to_integers
 
 
 class IndexKeys:
-    """Keys of an index: 8-bit `index_codes` `[B, n, D]`, `index_scale` for each 64 tokens.
-
-    `index_tail` `[B, T - n, D]`: exact, at least the last 64 tokens, and all where K is.
-    """
+    """Keys of an index: 8-bit `index_codes` with scales, an exact `index_tail` of 64 or more."""
 
     _shared: SharedState
     _index: int

@@ -86,8 +86,7 @@ def chosen(
 ) -> Tensor | None:
     """Return a mask `[B, 1 or H, S, T]` narrowed to what an index chose; as it is if that is all.
 
-    `indices` are tokens, `[B, S, n]`, `block_indices` blocks for each KV head, `[B, H_kv, S, n]`;
-    of both, what is negative is none.
+    `indices`: tokens, `[B, S, n]`; `block_indices`: `[B, H_kv, S, n]`; negative ones are none.
     """
     tokens = kwargs.get("indices")
     if tokens is not None:

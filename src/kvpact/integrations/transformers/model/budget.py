@@ -25,10 +25,7 @@ def model_budget(
     rungs: Sequence[SpecLike] | None,
     context: int | None = None,
 ) -> Budget:
-    """Return the budget of a model's compressed layers, less full windows and states of others.
-
-    `spec`: what the cache begins with; exact if omitted. Raises `SpecError`.
-    """
+    """Return the budget of compressed layers, less others' windows and states; or `SpecError`."""
     if amount is None:
         raise SpecError("rungs and context go with a budget")
     layers, compressed = len(facts.types), facts.compressed()

@@ -44,17 +44,13 @@ _MEANINGS = {
 
 
 class LayerFacts(NamedTuple):
-    """Facts about a model's layers: transformers' types, and the options of their cache layers.
-
-    `latent_widths`: of latents (MLA), and of entries; `sparse`: some layers may choose the tokens
-    that they attend to; `read_again`: layers whose K and V later layers read, too.
-    """
+    """Facts about a model's layers: transformers' types, and the options of their cache layers."""
 
     types: tuple[str, ...]
     options: tuple[dict[str, Any], ...]
-    latent_widths: frozenset[int]
-    sparse: bool
-    read_again: frozenset[int]
+    latent_widths: frozenset[int]  # of latents (MLA), and of entries
+    sparse: bool  # some layers may choose what they attend to
+    read_again: frozenset[int]  # layers whose K and V later layers read, too
 
     def compressed(self) -> list[int]:
         """Return the layers whose K and V are compressed. Raises `KVPactError`."""
