@@ -21,7 +21,7 @@ from kvpact.errors import GeometryError
 from kvpact.integrations.transformers.held.handles import refuse_gradients
 from kvpact.integrations.transformers.held.new_tokens import as_stored
 from kvpact.integrations.transformers.held.shared import SharedState
-from kvpact.integrations.transformers.layers.index_keys import IndexKeys
+from kvpact.integrations.transformers.layers.indexed import IndexKeys
 
 
 class EntriesLayer(IndexKeys):
