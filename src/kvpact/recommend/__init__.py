@@ -5,10 +5,9 @@ from kvpact.recommend.allocate import allocate
 from kvpact.recommend.base import Measured, RecipePlan, Recommendation, RecommendationError
 from kvpact.recommend.budget import budget_bytes
 from kvpact.recommend.files import write_recommendation
-from kvpact.recommend.gradients import measure_sensitivity
+from kvpact.recommend.gradients import Sensitivity, measure_sensitivity
 from kvpact.recommend.measure import Survey
 from kvpact.recommend.run import plan, recommend, survey, verify
-from kvpact.recommend.sensitivity import Sensitivity
 
 __all__ = [
     "Measured",

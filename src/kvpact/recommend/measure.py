@@ -19,7 +19,7 @@ from kvpact.key_offset import KeyOffset
 from kvpact.methods.base import bytes_per_slot
 from kvpact.recommend.base import SIDES, Measured
 from kvpact.recommend.budget import layer_geometry, slot_bytes
-from kvpact.recommend.sensitivity import Sensitivity
+from kvpact.recommend.gradients import Sensitivity
 from kvpact.spec import parse_spec
 
 if TYPE_CHECKING:
