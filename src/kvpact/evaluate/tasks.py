@@ -7,7 +7,10 @@ context are asked for separately, after the same context.
 - ``variables``: chains of three assignments (``VAR B = VAR A.``), asked for at their ends.
 - ``common words``: lists of words, among the text's sentences; which word is the most common one?
 - ``key-value``: nothing but lines of keys (words of the text) and numbers.
-- ``tools``: calls of tools, whose arguments stand in what tools returned long before.
+- ``tools``: calls of tools, whose arguments stand in what tools returned long before. A context is
+  an agent's conversation: the schemas of its tools, then at each depth what ``list_files`` returned
+  (files with an id, a path and a number of bytes), and sentences of the text in between. The last
+  quarter is sentences alone; after it calls show the form.
 """
 
 from __future__ import annotations

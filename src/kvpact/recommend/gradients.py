@@ -1,4 +1,21 @@
-"""Gradients of a text, fed in chunks, with respect to the K and V that are stored."""
+"""The cost of errors of stored K and V in KL, to second order, from gradients on one text.
+
+With `p` the exact distribution of a next token and `J` the derivative of its logits with respect to
+the stored K and V, an error `d` of these costs `1/2 d' J' (diag p - p p') J d`. A random vector
+`r = sqrt(p) x - p (sqrt(p) . x)`, with `x` standard normal, has the covariance `diag p - p p'`. So
+a backward pass of `r . logits`, with an `x` for each token, gives gradients `g`, and the mean of
+`1/2 (g . d)^2` is the KL summed over the tokens.
+
+Errors of unlike layers and heads are nearly independent, and so are the errors of V of unlike
+tokens. So `g . d` is squared head by head for K, and token by token for V; the sum of the squares
+is what the *noise* of a layer's K or V costs, and such sums add. (Errors of K of one head may work
+in the same direction at all its tokens: weights that are too even, for instance.)
+
+One part of the errors of V is common to all: codes of least square error are shorter than what
+they stand for, by a share `a`, so that the outputs of all layers shrink. That costs
+`(sum over layers of a w)^2`. `(sum of w)^2` is measured by passes whose stored V are shorter in all
+layers, and is shared among the layers as the gradients along V tell.
+"""
 
 from __future__ import annotations
 
