@@ -23,13 +23,7 @@ from kvpact.kernels.triton.digits.tables import (
 )
 from kvpact.kernels.triton.digits.tiles import TOGETHER
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
-from kvpact.kernels.triton.trellis.fast import (
-    MOST_WIDTH,
-    level_table,
-    treated_queries,
-    trellis_choice,
-    trellis_reason,
-)
+from kvpact.kernels.triton.trellis import fast as trellis
 from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, side_by_side
 
 MOST_ROWS = 16
@@ -60,7 +54,7 @@ def digits_reason(k: Slots, v: Slots, rows: int) -> str:
     if rows > MOST_ROWS:
         return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
     if k.form is not None and v.form is not None and "trellis" in (k.form.kind, v.form.kind):
-        return trellis_reason(k.form, "token") or trellis_reason(v.form, "channel")
+        return trellis.trellis_reason(k.form, "token") or trellis.trellis_reason(v.form, "channel")
     if reason := _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel"):
         return reason
     forms = [slots.form for slots in (k, v) if slots.form is not None]
@@ -79,8 +73,8 @@ def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
         return f"{side} has scales per channel"
     if not _known_fields(form, order):
         return f"{side} has more to it than scales, zeros and shifts"
-    if form.dim > MOST_WIDTH or form.dim % 8:
-        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
+    if form.dim > trellis.MOST_WIDTH or form.dim % 8:
+        return f"{side} is {form.dim} wide; multiples of 8 up to {trellis.MOST_WIDTH} are covered"
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
     if form.groups > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
@@ -140,7 +134,7 @@ def _aligned(source: SegmentSource, form: SlotForm) -> bool:
 
 def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Choice, bool]:
     """Return how a kernel is launched, and whether no block reaches over the end of a segment."""
-    chosen = trellis_choice(k, v, rows) if k.kind == "trellis" else None
+    chosen = trellis.trellis_choice(k, v, rows) if k.kind == "trellis" else None
     tiles = block_tiles(v.bits) if chosen is None else chosen.tiles
     inside = all(size % (tiles * 32) == 0 for size in sizes)
     if chosen is not None:
@@ -186,8 +180,8 @@ def attend_fast(
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None
     if k.kind == "trellis":
-        asked = treated_queries(calls, k, scale, fast.kw)
-        levels = (level_table(k, packed.device), level_table(v, packed.device))
+        asked = trellis.treated_queries(calls, k, scale, fast.kw)
+        levels = (trellis.level_table(k, packed.device), trellis.level_table(v, packed.device))
         worth = v.steps[0].unit
     else:
         q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])

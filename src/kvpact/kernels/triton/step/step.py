@@ -18,13 +18,7 @@ from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, Tok
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE, SideColumns
-from kvpact.kernels.triton.encode.encoder import (
-    encode_at,
-    encode_trellis,
-    rows_of,
-    span_of,
-    warps_of,
-)
+from kvpact.kernels.triton.encode import encoder
 from kvpact.kernels.triton.forms import SlotPlaces, on_device, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting, Taking, take_tokens
 from kvpact.kernels.views import WAITING, StreamView, exact_from
@@ -56,8 +50,8 @@ def taking_of(codec: Codec, x: Tensor, side: SideColumns, wait: bool = False) ->
     alone = codec.group == 1  # as they come, no groups of them
     encodes = alone and form.trellis is None and not wait
     new = x.shape[2]
-    rows = rows_of(form, new)
-    span = span_of(form, new) if encodes else rows
+    rows = encoder.rows_of(form, new)
+    span = encoder.span_of(form, new) if encodes else rows
     most, longest = codec.max_abs, codec.max_norm
     if wait and alone:
         most = min(most, form.limit)
@@ -96,7 +90,7 @@ def take(
         table, flags, flags.stride(0) if len(flags) > 1 else 0, k, v, q, *strides, *where,
         new, q.shape[2], heads, q.shape[1] // heads, batch,
         *how, q.shape[3], width_of(q.shape[3]),
-        num_warps=max(warps_of(one.form, new) for one in how),
+        num_warps=max(encoder.warps_of(one.form, new) for one in how),
         maxnreg=255, enable_fp_fusion=False, num_stages=1,
     )  # fmt: skip
 
@@ -257,7 +251,7 @@ class TritonStep(StepRunner):
         second = taking.at is V_SIDE
         if codec.group == 1 and self._windows[second] != WAITING:
             if not taking.encodes:
-                encode_trellis(codec, slots_of(codec, x.device).known, x, slots, 0, table)
+                encoder.encode_trellis(codec, slots_of(codec, x.device).known, x, slots, 0, table)
             return
         for index, row in enumerate(rows):
             tokens = row.v if second else row.k
@@ -269,7 +263,7 @@ class TritonStep(StepRunner):
             if tokens.inside:
                 given = tokens.memory.tokens(tokens.start, tokens.start + tokens.encoded)
             own = slots if len(rows) == 1 else slots.row(index)
-            encode_at(codec, given, own, tokens.start)
+            encoder.encode_at(codec, given, own, tokens.start)
 
 
 def _own(row: StepRow) -> TritonStep:
