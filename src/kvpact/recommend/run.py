@@ -19,7 +19,6 @@ from kvpact.integrations.models import first_tokens, opened
 from kvpact.integrations.sizes import size
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike
-from kvpact.recommend.allocate import Rung, allocate
 from kvpact.recommend.base import (
     Measured,
     RecipePlan,
@@ -29,7 +28,15 @@ from kvpact.recommend.base import (
     Slot,
     predicted,
 )
-from kvpact.recommend.budget import budget_bytes, check_budget, exact_sizes, is_spec, slot_bytes
+from kvpact.recommend.budget import (
+    Rung,
+    allocate,
+    budget_bytes,
+    check_budget,
+    exact_sizes,
+    is_spec,
+    slot_bytes,
+)
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
 
