@@ -9,7 +9,7 @@ from tests.helpers.tiny_llama import tiny_llama
 from transformers import DynamicCache
 
 from kvpact.data import book_path
-from kvpact.evaluate.growth import recent_cache
+from kvpact.evaluate.recent import recent_cache
 from kvpact.integrations.transformers.versions import named
 
 BUDGETS = "450kB,140kB"

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpact.errors import BudgetExceeded
 from kvpact.evaluate.base import Candidate, EvaluationError
@@ -27,7 +25,6 @@ from kvpact.evaluate.tasks import TaskCase, make_cases
 from kvpact.evaluate.text import kl_text
 from kvpact.integrations.models import first_tokens
 from kvpact.integrations.sizes import size
-from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.integrations.weights import input_device
 from kvpact.recipe import SpecLike, sensitivities
 
@@ -35,32 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvpact.evaluate.base import Progress
-
-SINKS = 4
-"""First tokens that are kept."""
-
-
-class RecentLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Exact tokens of a layer, at most so many, the first and the last; positions count all."""
-
-    is_sliding = False  # no mask hides what is held
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Append tokens, then drop what is too much; return K and V as the call sees them."""
-        k, v = super().update(key_states, value_states)
-        last = self.sliding_window - 1 - SINKS
-        if k.shape[2] > last + SINKS:
-            both = ((x[:, :, :SINKS], x[:, :, -last:]) for x in (k, v))
-            self.keys, self.values = (torch.cat(parts, 2) for parts in both)
-        return k, v
-
-
-def recent_cache(config: PreTrainedConfig, most: int) -> DynamicCache:
-    """Return a cache whose layers with full attention hold at most so many tokens each."""
-    cache = DynamicCache(config=config)
-    cache.layers = [RecentLayer(most + 1) if type(x) is DynamicLayer else x for x in cache.layers]
-    return cache
-
 
 STRETCHES, FEWEST = 6, 4
 """Stretches that a text is reported in, and chunks that one has at least."""
@@ -180,7 +151,7 @@ def contenders(
     model: PreTrainedModel, budgets: Sequence[str], specs: Sequence[SpecLike], tokens: int
 ) -> dict[str, Make]:
     """Return makers of caches by name: with each budget, what fits it, 2 bits, and `specs`."""
-    from kvpact.evaluate.growth import SINKS, recent_cache
+    from kvpact.evaluate.recent import SINKS, recent_cache
 
     dtype = str(model.dtype).removeprefix("torch.")
     found: dict[str, Make] = {}
