@@ -1,4 +1,4 @@
-"""The files of an evaluation: JSON for programs, Markdown and plots for people."""
+"""The files of an evaluation: JSON for programs, rows to hand on, Markdown and plots."""
 
 from __future__ import annotations
 

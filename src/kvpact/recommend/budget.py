@@ -1,4 +1,4 @@
-"""Budgets, and the bytes of caches at a context."""
+"""Budgets, the bytes of caches at a context, and specs of K and V of each layer that fit."""
 
 from __future__ import annotations
 

@@ -13,8 +13,13 @@ from kvpact import errors
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache import main, register, server
 from kvpact.integrations.lmcache.layout import ChunkLayout
-from kvpact.integrations.lmcache.serde import KVPactSerde, key_hash
-from kvpact.integrations.lmcache.server import Served, StatusModule, build_server_modules
+from kvpact.integrations.lmcache.server import (
+    KVPactSerde,
+    Served,
+    StatusModule,
+    build_server_modules,
+    key_hash,
+)
 from kvpact.stores.records import seal, unseal
 from kvpact.testing.held import same_bytes
 
