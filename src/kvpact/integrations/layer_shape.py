@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpact.geometry import CacheGeometry
+from kvpact.spec import parse_spec
+from kvpact.units import TILE, out_of_window, segment_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +44,7 @@ class LayerShape(NamedTuple):
     def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
         """Return the bytes of the layer besides compressed K and V, index and window `packed`."""
         if self.sliding is not None and packed:
-            from kvpact.integrations.packed_windows import window_bytes
-
-            return window_bytes(self, tokens, batch, itemsize)
+            return self._window_bytes(self.sliding, tokens, batch, itemsize)
         kept = tokens if self.limit is None else min(tokens, self.limit)
         entries, rest = divmod(tokens, self.rate)
         width = self.heads * (self.key_dim + self.value_dim)
@@ -54,3 +55,21 @@ class LayerShape(NamedTuple):
         index = groups * (64 + 4) + (entries - 64 * groups) * itemsize
         whole = numbers * itemsize + self.index_width * index
         return batch * (whole + (self.state_bytes if tokens >= self.rate else 0))
+
+    def _window_bytes(self, sliding: str, tokens: int, batch: int, itemsize: int) -> int:
+        """Return the bytes of the packed window after so many tokens in one call."""
+        import torch
+
+        from kvpact.cache.stats import stream_facts
+
+        dtype = torch.float32 if itemsize == 4 else torch.float16
+        facts = stream_facts(parse_spec(sliding), self.geometry(dtype))
+        assert self.limit is not None
+        least = lcm(TILE, *(x.group for x in facts))
+        packed = [out_of_window(x.group, x.window, tokens) for x in facts]
+        ready = all(n >= x.learns_from for x, n in zip(facts, packed, strict=True))
+        first = max(min([tokens - self.limit, *packed]), 0) if ready else 0
+        pairs = zip(facts, packed, strict=True)
+        sizes = [segment_tokens(x.group, n - first + least) for x, n in pairs]
+        held = tokens - first // lcm(*sizes) * lcm(*sizes)
+        return sum(sum(x.held(held, batch, self.heads, itemsize).values()) for x in facts)
