@@ -46,8 +46,8 @@ def demo(
     made = continuations(network, prompt, new_tokens)
     if as_json:
         names = ("cache", "text", "bytes", "process_bytes")
-        told = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
-        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in told])
+        rows = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
+        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in rows])
         return
     from kvpact.integrations.transformers.versions import CACHE
 

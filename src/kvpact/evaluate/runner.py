@@ -229,9 +229,9 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, Any
             kept += [x for x, method in sides if method.name == "none"]
     sizes["exact_bytes"] = sum(tensor.nbytes for tensor in exacts)
     wider = sizes["exact_bytes"] / _in_16_bits(exacts)
-    beside = parts["sinks"] + parts["window"]
-    packed = parts["total"] - parts["unused"] - beside - sum(x.nbytes for x in kept)
-    own += max(packed, 0) + beside / wider + _in_16_bits(kept)
+    exact_tokens = parts["sinks"] + parts["window"]
+    packed = parts["total"] - parts["unused"] - exact_tokens - sum(x.nbytes for x in kept)
+    own += max(packed, 0) + exact_tokens / wider + _in_16_bits(kept)
     return {**sizes, "share": own / _in_16_bits(exacts)}
 
 

@@ -229,6 +229,6 @@ TASKS: dict[str, Callable[[TaskSource, list[float]], Made]] = {
 def task_names(names: Sequence[str] = ()) -> list[str]:
     """Return names of tasks as they are, and all for none or ``all``; another one is refused."""
     if unknown := [name for name in names if name not in (*TASKS, "all")]:
-        told = f"take all, {', '.join(TASKS)}; lm_eval's stand in docs/guides/lm-eval.md"
-        raise EvaluationError(f"{', '.join(unknown)} is no task; {told}")
+        known = f"take all, {', '.join(TASKS)}; lm_eval's stand in docs/guides/lm-eval.md"
+        raise EvaluationError(f"{', '.join(unknown)} is no task; {known}")
     return list(TASKS) if not names or "all" in names else list(dict.fromkeys(names))

@@ -15,7 +15,7 @@ from kvpact.integrations.fingerprint import model_folder
 from kvpact.spec import Spec
 
 Learnt = tuple[State, State]
-"""What the codecs of a layer learnt, of K and of V; mostly nothing."""
+"""The state that the codecs of a layer learnt, of K and of V; mostly empty."""
 NOTHING: Learnt = ({}, {})
 
 

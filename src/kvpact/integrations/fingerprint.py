@@ -21,7 +21,7 @@ _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "d
 """Keys of a config that say where a model came from, or how it is run."""
 
 _ADAPTER = ("_active_adapter", "merged_adapters", "_disable_adapters", "scaling")
-"""What PEFT's layers say of adapters: which are active or merged, and how strongly."""
+"""Attributes of PEFT's layers: which adapters are active or merged, and how strongly."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 

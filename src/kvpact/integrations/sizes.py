@@ -45,7 +45,7 @@ SPECS = (
     "trellis:bits=2",
     "kivi:bits=2",
 )
-"""What is shown to whoever names no specs: from the most bytes to the fewest."""
+"""The specs that are shown where none is named, from the most bytes to the fewest."""
 
 
 @dataclass(frozen=True)

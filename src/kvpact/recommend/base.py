@@ -297,7 +297,7 @@ class Recommendation:
 
     @property
     def lost(self) -> bool:
-        """Whether arguments of tool calls are lost: more than two standard errors."""
+        """True if arguments of tool calls are lost: more than two standard errors of them."""
         kept = self.kept
         return kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
 

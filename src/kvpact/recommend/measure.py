@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpact.integrations.transformers.attention.seen import Seen
 
 LADDER = (*(f"trellis:bits={bits}" for bits in range(2, 7)), "int:bits=8", "none")
-"""What K or V of a layer may have in a recipe, from the fewest bytes to the most."""
+"""The specs that K or V of a layer may have in a recipe, from the fewest bytes to the most."""
 
 CANDIDATES = (
     *LADDER[:-1],

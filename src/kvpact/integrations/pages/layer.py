@@ -36,7 +36,7 @@ from kvpact.snapshot.pages import sent
 
 _Part = tuple[Row, Window]
 _Writers = list[tuple[Encoder, Any]]
-"""What writes a row's K and V, and what it writes; None for keys that wait for their group."""
+"""The writers of a row's K and V, with the tokens; None for keys that wait for their group."""
 
 
 class _Batch(NamedTuple):

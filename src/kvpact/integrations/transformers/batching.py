@@ -58,7 +58,7 @@ _SECTOR = 32 << 20
 
 
 class Served(NamedTuple):
-    """What the layers of a model hold, by their numbers."""
+    """Specs and plans of the layers of a model, by their numbers."""
 
     specs: list[Spec]
     plans: list[Plan]

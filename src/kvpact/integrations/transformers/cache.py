@@ -23,9 +23,9 @@ from kvpact.files import is_of_others
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.evict import Evicting
+from kvpact.integrations.transformers.held.calls import BEFORE, PLAIN
 from kvpact.integrations.transformers.held.gaps import gaps_of
 from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
-from kvpact.integrations.transformers.held.told import BEFORE, PLAIN
 from kvpact.integrations.transformers.layers.engine_layers import (
     CrossAttentionLayer,
     checked,

@@ -43,7 +43,7 @@ else:
     LinearAttentionLayer = getattr(_states, "LinearAttentionLayer", LinearAttentionCacheLayerMixin)
 
 KEEPS_LATENTS = hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
-"""Whether models with latents (MLA) cache these; before 5.15 the K and V made of them."""
+"""True if models with latents (MLA) cache these; before 5.15 they cache K and V made of them."""
 _NAMES = ("cache", "past_key_values")
 _PLAIN = {
     "full_attention": DynamicLayer,

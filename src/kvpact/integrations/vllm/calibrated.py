@@ -1,4 +1,4 @@
-"""What the codecs of pages learnt: of a file that a variable names, or of the model's files.
+"""The calibration of pages' codecs: from a file that a variable names, or the model's files.
 
 Where there is no calibration, a process of its own makes it when the engine starts.
 """

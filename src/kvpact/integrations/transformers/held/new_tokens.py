@@ -71,7 +71,7 @@ class NewTokens:
     )
 
     by_steps = False
-    """Whether tokens are stored first, and then attended to (`_over`)."""
+    """True if tokens are stored first, and then attended to (`_over`)."""
 
     def __init__(
         self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False

@@ -17,8 +17,8 @@ from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.transformers.held.calls import CallLog
 from kvpact.integrations.transformers.held.gaps import Gaps
-from kvpact.integrations.transformers.held.told import CallLog
 from kvpact.integrations.transformers.model.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvpact.integrations.transformers.held.handles import HandlePair
 
 BatchCache = ContiguousCache | PagedView
-"""What holds the tokens of one batch."""
+"""The cache that holds the tokens of one batch."""
 
 
 class Asked(NamedTuple):

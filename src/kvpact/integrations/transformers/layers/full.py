@@ -31,7 +31,7 @@ class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
     supports_early_init = False
     new_tokens = NewTokens
     read_again = False
-    """Whether other layers of the model read what `update` returns, too."""
+    """True if other layers of the model read what `update` returns, too."""
 
     def __init__(self, shared: SharedState, index: int) -> None:
         # The base class would set `keys` and `values`, which are computed here.

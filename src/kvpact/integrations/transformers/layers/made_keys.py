@@ -28,7 +28,7 @@ from kvpact.integrations.weights import read_if_known
 from kvpact.snapshot import RecordState
 
 ROUNDINGS = 4
-"""What keys made of rounded values may differ by from the model's, in the dtype's epsilons."""
+"""The tolerance of keys made of rounded values against the model's, in the dtype's epsilons."""
 PADDING = (0, 1)
 """Positions that models give to padding."""
 LEAST = 1024

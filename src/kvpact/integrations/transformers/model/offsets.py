@@ -24,7 +24,7 @@ _BY_LENGTH = ("dynamic", "longrope", "su")
 _PACKED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_ln")
 LEFT = 0.25
-"""What may stay of a bias, as a share of the size of what the weights add to it."""
+"""The part of a bias that may stay, as a share of the size of what the weights add to it."""
 LARGE = 4.0
 """A bias so many times as large as a vector of ones is worth a warning."""
 

@@ -1,4 +1,4 @@
-"""Which packed tokens the fast kernels attend, and their launch."""
+"""The fast kernels: the packed tokens that they attend, and their launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, 
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap next to products, and take all registers."""
 MOST_MIXED_ROWS = 8
-"""Where there are zeros or shifts."""
+"""The same where there are zeros or shifts."""
 LEAST_TOKENS = 256
 """Packed tokens from which on a second launch pays."""
 _VECTORS = ("codes", "scale", "zero", "shift", "mean")

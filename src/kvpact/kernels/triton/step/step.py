@@ -96,7 +96,7 @@ def take(
 
 
 End = tuple[int, TokenMemory]
-"""Where a stream's exact tokens begin, and where they lie."""
+"""The first of a stream's exact tokens, and their addresses."""
 
 
 class _At(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which trellises the fast kernel attends, how it is launched for them, and their queries."""
+"""The fast kernel for trellises: those that it attends, its launch, and their queries."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _MASKED, PLAIN, BEFORE, _UNSEEN = range(4)
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "cache_position", "labels"}
 _KNOWN |= {"logits_to_keep", "mm_token_type_ids"}
 _NEVER = {"inputs_embeds", "encoder_hidden_states"}
-"""What changes K and V of text, too, where a model is given images, video or sound."""
+"""Inputs that change K and V of text, too, in a model for images, video or sound."""
 
 
 class CallLog:
