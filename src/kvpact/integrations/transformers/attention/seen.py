@@ -77,7 +77,7 @@ class Seen:
 _open: ContextVar[Seen | None] = ContextVar("kvpact_seen", default=None)
 
 
-def _shown_attention(
+def _shown(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -136,7 +136,7 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
 def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
     """Show exact attention in `Seen` during the context, but for what `Seen.read` puts in."""
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
-    AttentionInterface.register(SHOWN, _shown_attention)
+    AttentionInterface.register(SHOWN, _shown)
     AttentionMaskInterface.register(SHOWN, sdpa_mask)
     seen = Seen(wanted=wanted, num_layers=config.num_hidden_layers)
     before, token = config._attn_implementation, _open.set(seen)
