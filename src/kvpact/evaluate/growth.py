@@ -40,8 +40,7 @@ CHUNK = 64
 UNIFORM = ("none", "int:bits=8", *(f"trellis:bits={bits}" for bits in (6, 5, 4, 3, 2)))
 """Specs for all layers, from the most bytes to the fewest, one of which may fit a budget."""
 EXACT = "exact cache"
-EXACT_KL = 1e-6
-"""Nats; what is less is the rounding of other sums, and no plot shows it."""
+EXACT_KL = 1e-6  # nats; what is less is the rounding of other sums, and no plot shows it
 
 Make = Callable[[], Any]
 

@@ -11,8 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 
-SINKS = 4
-"""First tokens that are kept."""
+SINKS = 4  # first tokens that are kept
 
 
 class RecentLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]

@@ -32,10 +32,8 @@ from kvpact.spec import Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGES = ("kvpact", "torch", "transformers")
-"""Distributions whose versions stand in a report."""
-TOKENS = 2305
-"""Of which 2,048 are scored: the first chunk of 256 and the last token are not."""
+PACKAGES = ("kvpact", "torch", "transformers")  # distributions whose versions stand in a report
+TOKENS = 2305  # of which 2,048 are scored: the first chunk of 256 and the last token are not
 
 
 def evaluate(

@@ -31,8 +31,7 @@ class Question:
     answer: str  # that has to follow `prompt`
 
 
-Made = tuple[str, list[Question]]
-"""A context, and what is asked after it."""
+Made = tuple[str, list[Question]]  # a context, and what is asked after it
 
 
 @dataclass

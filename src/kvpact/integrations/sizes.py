@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 PARTS = ("slots", "factors", "sinks", "window", "unused")
 """Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
-MOST_LAYERS = 4096
-"""Of a model, which is built without weights to see what it caches."""
+MOST_LAYERS = 4096  # of a model, which is built without weights to see what it caches
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = ("4k", "32k", "128k")
 SPECS = (

@@ -16,8 +16,7 @@ from kvpact.files import aligned, size_text
 from kvpact.integrations.sizes import SizeResult
 
 SIDES = ("key", "value")
-Slot = tuple[int, str]
-"""A layer, and ``key`` or ``value``."""
+Slot = tuple[int, str]  # a layer, and ``key`` or ``value``
 
 
 class RecommendationError(KVPactError, ValueError):

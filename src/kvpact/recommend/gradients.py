@@ -91,10 +91,8 @@ class Sensitivity:
         return float(share) * self.shrinkage[layer]
 
 
-SHRUNK = 0.05
-"""Share that V are shortened by: small, and far above the rounding of logits."""
-BACKWARD = 1.25
-"""Time of a backward pass, in forward passes over a chunk."""
+SHRUNK = 0.05  # share that V are shortened by: small, and far above the rounding of logits
+BACKWARD = 1.25  # time of a backward pass, in forward passes over a chunk
 
 
 def sensitivity_steps(tokens: int, chunk: int, draws: int) -> float:

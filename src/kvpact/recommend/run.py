@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 FEWEST_DRAWS, MOST_DRAWS = 4, 8
 _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens decide
 
-CODING = 0.7
-"""Time in which all candidates code a chunk in all layers, in forward passes over it."""
+CODING = 0.7  # time in which all candidates code a chunk in all layers, in forward passes over it
 
 CALLS, QUESTION = 10, 256
 """Time that questions after a context take, in forward passes; tokens that one has at most."""

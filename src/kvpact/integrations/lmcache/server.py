@@ -114,8 +114,7 @@ def _tensors(chunk: Any) -> list[Tensor]:
     return [chunk.get_tensor(index) for index in range(len(chunk.get_shapes()))]
 
 
-SERDE = "kvpact"
-"""The name by which LMCache's configuration asks for it."""
+SERDE = "kvpact"  # the name by which LMCache's configuration asks for it
 logger = logging.getLogger(__name__)
 
 

@@ -20,11 +20,9 @@ FEW = 32
 """So many new tokens of a sequence, or fewer, are attended over its packed slots: to decode all
 that came before them takes longer."""
 
-PAGE = 128
-"""Tokens of a scratch page."""
+PAGE = 128  # tokens of a scratch page
 
-_PIECE = 1024
-"""Tokens that are decoded at a time."""
+_PIECE = 1024  # tokens that are decoded at a time
 
 Pages = tuple[Tensor, Tensor]
 """Of K and V: `[pages, H, PAGE, D]`, in the order of numbers that the kernel likes."""

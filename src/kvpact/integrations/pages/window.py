@@ -18,8 +18,7 @@ from kvpact.cache.stream.advance import advance
 from kvpact.kernels import TokenMemory
 
 _CPU = torch.device("cpu")
-SLACK = 16
-"""Tokens of room after a window; when they are used up, it is moved to the front."""
+SLACK = 16  # tokens of room after a window; when they are used up, it is moved to the front
 
 
 class Row(NamedTuple):

@@ -50,8 +50,7 @@ from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
 from kvpact.units import TILE
 
 _PAGES = "the pages of continuous batching"
-_WINDOWS = 128
-"""Requests at most that have windows; of more at a time, those that came last."""
+_WINDOWS = 128  # requests at most that have windows; of more at a time, those that came last
 
 _SECTOR = 32 << 20
 """Bytes of a sector, of which a pool has two in vain, where blocks fit better in larger ones."""

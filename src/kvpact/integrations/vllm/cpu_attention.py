@@ -27,8 +27,7 @@ from kvpact.integrations.pages.prompt import PAGE, Pages, Sequences
 from kvpact.integrations.vllm.setting import sliding_block
 
 _AMX = "amx"
-_DIGIT = 256
-"""Whole numbers below this are exact in every dtype of pages."""
+_DIGIT = 256  # whole numbers below this are exact in every dtype of pages
 
 
 def why_not(k_dim: int, v_dim: int, dtype: torch.dtype) -> str:

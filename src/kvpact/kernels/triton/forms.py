@@ -43,8 +43,7 @@ LEAST_WIDTH, MOST_WIDTH = 32, 1024
 """Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
-MOST_GROUP = 128
-"""Tokens of the largest group that is encoded."""
+MOST_GROUP = 128  # tokens of the largest group that is encoded
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import triton
 TOKENS_OF_A_PART = 256
 """Tokens that a program attends at least: below that it only makes work for the merge."""
 PROGRAMS_PER_PROCESSOR = 8
-PROCESSORS = 132
-"""The count for a device that does not report how many it has."""
+PROCESSORS = 132  # the count for a device that does not report how many it has
 LEAST_CHUNK = 64
 """New tokens of a row from which on flash attention computes what they are to each other: fewer
 are little next to their past, and a launch more."""

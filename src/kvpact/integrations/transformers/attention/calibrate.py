@@ -25,8 +25,7 @@ from kvpact.kernels import RowOffset
 from kvpact.key_rotation import KeyRotation
 from kvpact.spec import Spec
 
-LEAST_TOKENS = 128
-"""Of a text: with fewer there is nothing to tell channels apart by."""
+LEAST_TOKENS = 128  # of a text: with fewer there is nothing to tell channels apart by
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 
 

@@ -70,8 +70,7 @@ class NewTokens:
         "v",
     )
 
-    by_steps = False
-    """True if tokens are stored first, and then attended to (`_over`)."""
+    by_steps = False  # true if tokens are stored first, and then attended to (`_over`)
 
     def __init__(
         self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
@@ -98,8 +97,7 @@ class NewTokens:
         self.expanded: ref[Tensor] | None = None
         shared.waiting[layer] = self
 
-    unseen = 0
-    """Tokens held that no query of these sees, by how attention slides."""
+    unseen = 0  # tokens held that no query of these sees, by how attention slides
 
     def as_held(
         self, mask: Tensor | None, kwargs: dict[str, Any]

@@ -28,8 +28,7 @@ from kvpact.spec import Spec
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.held.handles import HandlePair
 
-BatchCache = ContiguousCache | PagedView
-"""The cache that holds the tokens of one batch."""
+BatchCache = ContiguousCache | PagedView  # the cache that holds the tokens of one batch
 
 
 class Asked(NamedTuple):

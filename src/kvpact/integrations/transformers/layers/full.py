@@ -30,8 +30,7 @@ class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
     new_tokens = NewTokens
-    read_again = False
-    """True if other layers of the model read what `update` returns, too."""
+    read_again = False  # true if other layers of the model read what `update` returns, too
 
     def __init__(self, shared: SharedState, index: int) -> None:
         # The base class would set `keys` and `values`, which are computed here.

@@ -29,10 +29,8 @@ from kvpact.snapshot import RecordState
 
 ROUNDINGS = 4
 """The tolerance of keys made of rounded values against the model's, in the dtype's epsilons."""
-PADDING = (0, 1)
-"""Positions that models give to padding."""
-LEAST = 1024
-"""Positions for which cosines and sines are made at a time, at least."""
+PADDING = (0, 1)  # positions that models give to padding
+LEAST = 1024  # positions for which cosines and sines are made at a time, at least
 
 
 _Table = tuple[Tensor, Tensor]

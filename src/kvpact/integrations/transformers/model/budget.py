@@ -13,8 +13,7 @@ from kvpact.integrations.transformers.model.facts import LayerFacts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
-_LONG = 1 << 22
-"""Tokens after which a window has long been full."""
+_LONG = 1 << 22  # tokens after which a window has long been full
 
 
 def model_budget(

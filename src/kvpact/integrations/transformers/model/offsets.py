@@ -25,8 +25,7 @@ _PACKED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_ln")
 LEFT = 0.25
 """The part of a bias that may stay, as a share of the size of what the weights add to it."""
-LARGE = 4.0
-"""A bias so many times as large as a vector of ones is worth a warning."""
+LARGE = 4.0  # a bias so many times as large as a vector of ones is worth a warning
 
 
 class _Projection(NamedTuple):
@@ -48,8 +47,7 @@ class _Places(NamedTuple):
         return [[x() for x in place] for place in self.modules]
 
 
-_Found = tuple[dict[int, KeyOffset], str]
-"""Offsets by layer, and why a layer's is not known."""
+_Found = tuple[dict[int, KeyOffset], str]  # offsets by layer, and why a layer's is not known
 _known: WeakKeyDictionary[Any, tuple[_Places, list[object], _Found]]
 _known = WeakKeyDictionary()
 

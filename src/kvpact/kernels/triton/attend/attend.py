@@ -25,10 +25,8 @@ from kvpact.methods import Codec
 
 MOST_ROWS, MOST_NUMBERS = 64, 8192
 """Query rows of a program, and numbers of each of their sums, at most (of fp32, half of them)."""
-LEAST_ROWS = 16
-"""Rows of the smallest product that tensor cores compute."""
-NARROW = 128
-"""Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
+LEAST_ROWS = 16  # rows of the smallest product that tensor cores compute
+NARROW = 128  # channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`
 
 
 def attend_triton(calls: Sequence[AttendCall]) -> Tensor:

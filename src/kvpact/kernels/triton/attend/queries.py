@@ -17,8 +17,7 @@ from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
-ROWS = 4
-"""Rows of a program."""
+ROWS = 4  # rows of a program
 
 
 def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:

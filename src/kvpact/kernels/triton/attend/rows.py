@@ -17,8 +17,7 @@ from kvpact.kernels.triton.forms import SlotForm, Slots, places_of
 from kvpact.kernels.views import StreamView
 from kvpact.snapshot.pages import sent
 
-UNBOUNDED = 1 << 30
-"""More tokens than any row holds: the window where there is none."""
+UNBOUNDED = 1 << 30  # more tokens than any row holds: the window where there is none
 
 
 class Rows(NamedTuple):

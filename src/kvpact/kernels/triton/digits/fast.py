@@ -28,14 +28,11 @@ from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, 
 
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap next to products, and take all registers."""
-MOST_MIXED_ROWS = 8
-"""The same where there are zeros or shifts."""
-LEAST_TOKENS = 256
-"""Packed tokens from which on a second launch pays."""
+MOST_MIXED_ROWS = 8  # the same where there are zeros or shifts
+LEAST_TOKENS = 256  # packed tokens from which on a second launch pays
 _VECTORS = ("codes", "scale", "zero", "shift", "mean")
 """Fields that kernels read 16 bytes at a time."""
-_LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
-"""Channels of K of one step of a product, by bits."""
+_LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}  # channels of K of one step of a product, by bits
 
 
 class Fast(NamedTuple):

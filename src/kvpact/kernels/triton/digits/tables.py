@@ -16,8 +16,7 @@ from kvpact.kernels.triton.digits.operands import channel_places, key_width, lev
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 
 LOG2_E = 1.4426950408889634
-LEAST_ROWS = 4
-"""Query rows of a product, at least: two digits of each are its columns."""
+LEAST_ROWS = 4  # query rows of a product, at least: two digits of each are its columns
 
 
 @cache

@@ -31,8 +31,7 @@ from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
 
-_NUMBERS = 2048
-"""Numbers of the tokens that a program has in its registers at a time."""
+_NUMBERS = 2048  # numbers of the tokens that a program has in its registers at a time
 _AT_A_TIME = 1 << 24
 """Numbers of trellises that are encoded together: kernels leave 7 bytes of each to the next one."""
 _EXACT = {"enable_fp_fusion": False, "num_stages": 1}

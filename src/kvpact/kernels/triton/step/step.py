@@ -95,8 +95,7 @@ def take(
     )  # fmt: skip
 
 
-End = tuple[int, TokenMemory]
-"""The first of a stream's exact tokens, and their addresses."""
+End = tuple[int, TokenMemory]  # the first of a stream's exact tokens, and their addresses
 
 
 class _At(NamedTuple):
