@@ -23,7 +23,7 @@ from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.shared import SharedState
 from kvpact.integrations.transformers.layers.full import CompressedLayer, returned_pair
 from kvpact.integrations.transformers.model.fallback import say_once
-from kvpact.integrations.transformers.model.offsets import modules_named, rope_by_length
+from kvpact.integrations.transformers.model.offsets import modules_named, rope_by_length, rotaries
 from kvpact.integrations.weights import read_if_known
 from kvpact.snapshot import RecordState
 
@@ -356,9 +356,7 @@ def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
     config = model.config.get_text_config(decoder=True)
     kinds = dict(enumerate(getattr(config, "layer_types", None) or []))
     found = {}
-    for decoder, rotary in modules_named(model, "rotary_emb"):  # a tower for images has its own
-        if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):
-            continue
+    for decoder, rotary in rotaries(model):  # a tower for images has its own
         alone = attentions_without_values(decoder)
         for layer in alone.keys() & set(layers):
             kind = kinds.get(layer)

@@ -61,6 +61,13 @@ def entries(config: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
+def rotaries(model: Any, name: str = "rotary_emb") -> Iterator[tuple[Any, Any]]:
+    """Yield the rotary embeddings of a model that have frequencies, each after its parent."""
+    for parent, rotary in modules_named(model, name):
+        if any(x.endswith("inv_freq") for x, _ in rotary.named_buffers(recurse=False)):
+            yield parent, rotary
+
+
 def rope_by_length(config: dict[str, Any]) -> str:
     """Return the type of RoPE in a config's data if it turns tokens otherwise in longer texts."""
     types = [value for name, value in entries(config) if name in ("rope_type", "type")]
