@@ -1,7 +1,5 @@
 """The typer application: all commands, and one line for every error that a user can mend."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import sys

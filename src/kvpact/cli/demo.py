@@ -1,7 +1,5 @@
 """``kvpact demo``: a long text, continued on the exact cache and on compressed ones."""
 
-from __future__ import annotations
-
 import gc
 from itertools import zip_longest
 from pathlib import Path

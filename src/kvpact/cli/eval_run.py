@@ -1,7 +1,5 @@
 """The runs and the output of ``kvpact eval``: every model reads every text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite

@@ -1,7 +1,5 @@
 """``kvpact size --budget``: the schedule of a cache with a budget, as bits over tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import log
 from typing import Any

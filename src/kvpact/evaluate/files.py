@@ -1,7 +1,5 @@
 """The files of an evaluation: JSON for programs, rows to hand on, Markdown and plots."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -1,7 +1,5 @@
 """Per-token scores of one model output against the exact one, and their summary."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

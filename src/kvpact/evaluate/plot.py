@@ -1,7 +1,5 @@
 """The charts of a report: KL over bytes, KL of all runs, and a panel for each probe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from os import PathLike

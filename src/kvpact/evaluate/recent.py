@@ -1,7 +1,5 @@
 """An exact cache of a model's first and most recent tokens: what a bound without a codec leaves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Evaluations in words and Markdown tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name, whole_share

@@ -13,8 +13,6 @@ context are asked for separately, after the same context.
   quarter is sentences alone; after it calls show the form.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

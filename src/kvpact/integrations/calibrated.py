@@ -1,7 +1,5 @@
 """Calibration files as engines name them, and what an engine's layers take of one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

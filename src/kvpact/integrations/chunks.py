@@ -1,7 +1,5 @@
 """Chunks of an engine's tokens as packed slots under a checksum: what LMCache and SGLang share."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ several processes hold (DTensor), of a class of their own (torchao), or nothing 
 the module can read. What can't be read is never guessed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress

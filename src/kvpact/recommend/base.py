@@ -1,7 +1,5 @@
 """The parts of a recommendation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike

@@ -1,7 +1,5 @@
 """The files of a recommendation: the recipe, the numbers, and a heat map of what layers cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

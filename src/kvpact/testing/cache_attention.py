@@ -1,7 +1,5 @@
 """Checks of the attention: what `attend` returns is attention over what `prefill` shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kits of methods that learn: codecs that are fitted, caches and pages of them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

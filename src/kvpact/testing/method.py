@@ -1,7 +1,5 @@
 """`MethodContract`: what a method has to keep to; and the checks of its spec."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

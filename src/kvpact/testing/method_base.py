@@ -1,7 +1,5 @@
 """The base of the checks of a method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import lcm
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Checks of a codec's arithmetic: names, shapes, determinism, distortion, hard input."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Checks of the bytes: what is written can be read, counted, cleared, and continued after a cut."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

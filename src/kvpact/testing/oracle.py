@@ -5,8 +5,6 @@ tests compare caches with it after every step; `Stream` (`kvpact/cache/stream/st
 with packed slots, shared segments and a short tail.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Self

@@ -5,8 +5,6 @@ a method that names none is tested with its defaults. So a method is in every ma
 reads this table once it is registered.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpact.methods.fitted import FittedCodec

@@ -1,7 +1,5 @@
 """The base of the checks of a store: making one, and reaching its bytes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

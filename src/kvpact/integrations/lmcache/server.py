@@ -3,8 +3,6 @@
 LMCache takes whatever a serde raises as a failure, and the engine computes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -5,8 +5,6 @@ them, of the prefix cache too. kvpact's methods can't hold them (nor numbers bey
 has no way to fail one request from its attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from weakref import WeakSet

@@ -1,7 +1,5 @@
 """A layer over an engine's pages: sequences of a batch attend, and their tokens are stored."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ kvpact's own pages. So a head of a page is what it is in a page of `PagedKVCache
 it where it lies.
 """
 
-from __future__ import annotations
-
 from math import ceil, lcm, prod
 
 import torch

@@ -4,8 +4,6 @@ A window is known by the page that holds its last token: nobody but the sequence
 who finds that page in the engine's prefix cache has the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from mmap import mmap

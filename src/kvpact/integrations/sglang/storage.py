@@ -4,8 +4,6 @@ SGLang takes a page that is not there, and whatever could not be read, as one to
 threads for storage end at an exception, so none leaves `get`, `set` and `exists`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import Counter

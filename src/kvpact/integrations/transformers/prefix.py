@@ -1,7 +1,5 @@
 """Prefixes of prompts for transformers' models: what was computed once is loaded, not computed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from copy import deepcopy

@@ -5,8 +5,6 @@ asked by its form, a signature or an attribute, is; what a version lacks is refu
 the one that has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module

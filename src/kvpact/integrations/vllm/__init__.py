@@ -6,8 +6,6 @@ recipe, or ``default``. Nothing of vLLM is imported before that, and nothing of 
 the attention backend that vLLM's own registry lets a plug-in replace.
 """
 
-from __future__ import annotations
-
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.calibrations import learning
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file

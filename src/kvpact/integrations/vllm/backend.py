@@ -4,8 +4,6 @@ vLLM makes one class of each kind per process. `customize_spec` tells it the siz
 capacity that it reports and schedules by is that of packed slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache

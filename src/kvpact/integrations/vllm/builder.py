@@ -1,7 +1,5 @@
 """The builder of vLLM's batches, the choice of a kernel for their prompts, and the log."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The form of an engine's pages, and the chunks that the scheduler's side gives the workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm

@@ -1,7 +1,5 @@
 """Pages of one layer and chunks: kvpact's slots, or vLLM's tokens, encoded and decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The connector's part in vLLM's scheduler: what the store holds, what is loaded and saved."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

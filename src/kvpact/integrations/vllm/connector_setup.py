@@ -1,7 +1,5 @@
 """Settings of the connector from vLLM's configuration: form of pages, models, adapters."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The connector's part in vLLM's worker: pages into the store, chunks into pages."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ Where it multiplies in AMX it is the kernel of prompts. Its other kernels are no
 kvpact's, and would need what is stored to be decoded first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar

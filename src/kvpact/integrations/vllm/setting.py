@@ -3,8 +3,6 @@
 Each spec of a recipe has a backend class of its own, and layers with a sliding window have vLLM's.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn

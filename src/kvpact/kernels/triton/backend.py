@@ -1,7 +1,5 @@
 """The Triton kernels as a backend. Triton itself is imported when a kernel is first needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version

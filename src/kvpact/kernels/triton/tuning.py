@@ -5,8 +5,6 @@ None of it has been timed on a device yet. Of the fast kernels, blocks of 64 tok
 general one, the pieces and warps below have.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Calibrating methods to a transformers model: texts run through it, layers are learnt from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

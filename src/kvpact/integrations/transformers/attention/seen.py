@@ -1,7 +1,5 @@
 """Passes through a model that show what its attention is given, and may change K and V."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Log of a model's calls for a cache: token ids, and what else K and V depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any

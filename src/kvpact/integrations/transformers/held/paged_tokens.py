@@ -1,7 +1,5 @@
 """New tokens of a layer with packed pages: what a pool's `update` hands to attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

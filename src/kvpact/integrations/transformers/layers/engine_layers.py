@@ -6,8 +6,6 @@ attributes hold them, and which of their axes are rows and tokens. A class or a 
 in it is refused by name, so that nothing which a new transformers caches is lost in silence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ it attends to are keys of an index. Tokens that make no whole entry yet, and wha
 shares with the last one, are states.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

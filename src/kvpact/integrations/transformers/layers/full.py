@@ -1,7 +1,5 @@
 """One full-attention layer of a model on a compressed cache, contiguous or paged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

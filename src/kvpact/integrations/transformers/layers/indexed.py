@@ -5,8 +5,6 @@ A.X K2, Hunyuan V4, Mistral Large 4, dots3) single tokens, MiniMax M3 blocks, Qw
 mask that they narrow themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Of each row of a batch it is a snapshot of one layer, after the number of its by
 can be chosen among as those of other records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import lcm

@@ -5,8 +5,6 @@ those that its own code gives the cache: of latents, of layers that share K and 
 heads, of linear attention.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

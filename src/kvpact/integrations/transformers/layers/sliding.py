@@ -5,8 +5,6 @@ as many in front of them as are in the same segment of slots. To the model it is
 one: what lies in front is hidden from its attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A budget of bytes for a model's cache: what its compressed layers may take of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Facts that a model's config states about its layers, read once."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Errors for what is passed in place of a model or an option: they name the line to write."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Key offsets of transformers' models, read from their weights."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Attention by the kernels: calls of one kind become one launch, and its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 

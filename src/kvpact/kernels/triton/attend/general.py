@@ -10,8 +10,6 @@ Over latents (`torch.latent`) keys are those of both streams, one after the othe
 of the first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -4,8 +4,6 @@ A prompt without a past is nothing else. A chunk over a past is in part: what fl
 is one more part of its output, which `merge.py` weighs by its log-sum-exp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

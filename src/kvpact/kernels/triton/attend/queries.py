@@ -1,7 +1,5 @@
 """The queries of a launch, prepared in one pass (two over latents)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The table of rows that attention kernels read (see `columns`), made on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

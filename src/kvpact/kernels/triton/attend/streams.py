@@ -3,8 +3,6 @@
 Which of both a tile holds is asked for each, so that all threads of a program take the same way.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

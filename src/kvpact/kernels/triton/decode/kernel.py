@@ -1,7 +1,5 @@
 """Kernels that decode packed tokens to dense numbers; those of treated keys undo more."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """The fast kernels: the packed tokens that they attend, and their launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ and for other devices.
 The last axes of what is returned are bits of an item's number, as each function says.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

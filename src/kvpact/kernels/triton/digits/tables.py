@@ -1,7 +1,5 @@
 """Levels and queries as the fast kernels have them: whole numbers, in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import cache

@@ -4,8 +4,6 @@ The codec's `encode` and the fields' `write` define the bytes. Nothing is read b
 only where the checks of tokens are wanted at once.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ The slots of tokens that are not there yet are zero. A word of V's codes holds s
 is read, added to and written by the one program that has it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

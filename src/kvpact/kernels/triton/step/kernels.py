@@ -5,8 +5,6 @@ the new tokens lie, and `advance` (called by `merge_parts`) counts them, so that
 are the same each time: what a CUDA graph replays.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -1,7 +1,5 @@
 """The fast kernel for trellises: those that it attends, its launch, and their queries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

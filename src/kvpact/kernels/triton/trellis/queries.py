@@ -5,8 +5,6 @@ take the transposed map: channels over their weights, in the order of the blocks
 deviations. It is one matrix for each head, made once; bases are for `trellis.bases`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

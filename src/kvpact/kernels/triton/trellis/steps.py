@@ -1,7 +1,5 @@
 """The places of the codes of a trellis, block by block."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from kvpact.formats.bitpack import WORD, plane_runs, planes
