@@ -13,14 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.vllm.connector_form import (
-    StepPlan,
+from kvpact.integrations.vllm.connector_form import StepPlan
+from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
+from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
+from kvpact.integrations.vllm.connector_setup import (
     adapter_fingerprint,
     form_of,
     model_fingerprint,
 )
-from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
-from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_store import (
     COUNTED,
     NOTED,
