@@ -1,4 +1,4 @@
-"""`CacheContract`: what a cache has to keep to."""
+"""`CacheContract`: what a cache has to keep to, with the checks of its attention."""
 
 from __future__ import annotations
 

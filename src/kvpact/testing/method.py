@@ -1,4 +1,4 @@
-"""`MethodContract`: what a method has to keep to; and the checks of its spec."""
+"""`MethodContract`: what a method has to keep to; the checks of its spec and its arithmetic."""
 
 import dataclasses
 import json
