@@ -1,7 +1,5 @@
 """``kvpact calibrate``: what methods learn of a model from texts, as one file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A command's own module is imported when the command is used, so ``kvpact --help`
 completion need not wait for torch.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """``kvpact doctor``: what is installed here, and what runs on it and why."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.util import find_spec

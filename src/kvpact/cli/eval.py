@@ -1,7 +1,5 @@
 """``kvpact eval``: what caches cost in quality on a real model and any text."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """``kvpact recipes``: the recipes that are shipped, and what was measured of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

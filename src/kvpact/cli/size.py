@@ -1,7 +1,5 @@
 """``kvpact size``: the bytes of caches for a model or a geometry; no weights are loaded."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``kvpact store``: what a store holds, and room in it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The common parts of all plots: figures, colours, axes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@ All caches were fed the same tokens, so the tokens are pairs: the error of a dif
 how hard each token is, and is far smaller than those of the two means.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Contenders, a package's entries in the leaderboard: caches for transformers, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

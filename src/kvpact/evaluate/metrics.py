@@ -1,7 +1,5 @@
 """Per-token scores of one model output against the exact one, and their summary."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -87,10 +85,7 @@ class MetricAccumulator:
         return TokenScores(**columns)
 
     def summary(self) -> dict[str, float]:
-        """Return fields of `EvalRow` over everything added, which has to be something.
-
-        And ``reference_perplexity``, that of the reference.
-        """
+        """Return fields of `EvalRow` over everything added, and ``reference_perplexity``."""
         all_scores = self.scores()
         ref, nll, kl = all_scores.ref_nll, all_scores.nll, all_scores.kl
         if not len(nll):

@@ -1,7 +1,5 @@
 """All that was measured of one model on one text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from os import PathLike
 

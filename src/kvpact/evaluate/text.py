@@ -1,7 +1,5 @@
 """Tables, numbers and verdicts as text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 VERDICTS = (("very close", 0.0005), ("close", 0.002), ("visible", 0.02))

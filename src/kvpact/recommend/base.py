@@ -1,7 +1,5 @@
 """The parts of a recommendation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -16,8 +14,7 @@ from kvpact.files import aligned, size_text
 from kvpact.integrations.sizes import SizeResult
 
 SIDES = ("key", "value")
-Slot = tuple[int, str]
-"""A layer, and ``key`` or ``value``."""
+Slot = tuple[int, str]  # a layer, and ``key`` or ``value``
 
 
 class RecommendationError(KVPactError, ValueError):
@@ -297,7 +294,7 @@ class Recommendation:
 
     @property
     def lost(self) -> bool:
-        """Whether arguments of tool calls are lost: more than two standard errors."""
+        """True if arguments of tool calls are lost: more than two standard errors of them."""
         kept = self.kept
         return kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
 

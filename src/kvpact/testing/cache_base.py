@@ -1,7 +1,5 @@
 """The base of the checks of a cache: making, filling and reading one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar

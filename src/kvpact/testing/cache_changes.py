@@ -1,7 +1,5 @@
 """Checks of what changes a cache: truncate, rows, fork, snapshots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace

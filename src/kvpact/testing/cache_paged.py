@@ -4,8 +4,6 @@ A pool is allocated at once and shared by caches that were forked, so what the k
 that comes and goes is said here of the pool instead; each such check says why.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Shapes and tokens that the checks are made with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

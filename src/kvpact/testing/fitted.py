@@ -1,7 +1,5 @@
 """The kits of methods that learn: codecs that are fitted, caches and pages of them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest
@@ -20,9 +18,8 @@ from kvpact.testing.cache_paged import PagedCacheContract
 from kvpact.testing.data import Shape, floats, random_tokens
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import copied_tensors, difference, held_bytes
-from kvpact.testing.method import MethodContract
+from kvpact.testing.method import HARD, MethodContract
 from kvpact.testing.method_base import both_sides, new_codec
-from kvpact.testing.method_codec import HARD
 
 State = dict[str, Tensor]
 

@@ -1,7 +1,5 @@
 """The tensors an object holds: every one that can be reached from it, and its bytes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType

@@ -1,7 +1,5 @@
 """Attention written out in fp64, all at once: what every faster way has to equal."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

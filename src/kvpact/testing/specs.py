@@ -5,16 +5,13 @@ a method that names none is tested with its defaults. So a method is in every ma
 reads this table once it is registered.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, list_methods
 from kvpact.spec import parse_spec
 
-_ALIASES = {"q8_0": 0.0067, "tq3": 0.265}
-"""Aliases with sinks and window of 0, as they are written."""
+_ALIASES = {"q8_0": 0.0067, "tq3": 0.265}  # aliases with sinks and window of 0, as they are written
 
 _MIXED = {
     "int:bits=8,sinks=2/turboquant:bits=3,window=7": 0.192,

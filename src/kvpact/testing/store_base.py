@@ -1,7 +1,5 @@
 """The base of the checks of a store: making one, and reaching its bytes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +50,7 @@ class StoreKit:
         return MemoryStore(**options)
 
     def tamper(self, store: Store, key: str, edit: Callable[[bytes], bytes]) -> None:
-        """Change what is held for `key`, behind the store's back."""
+        """Change what is held for `key` without the store's own methods."""
         raise NotImplementedError
 
     @pytest.fixture

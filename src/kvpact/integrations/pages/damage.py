@@ -5,8 +5,6 @@ them, of the prefix cache too. kvpact's methods can't hold them (nor numbers bey
 has no way to fail one request from its attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from weakref import WeakSet
@@ -76,10 +74,7 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
 
 
 class Watch:
-    """Flags of all layers, for the `rows` of the batch that runs, by the page of a row's end.
-
-    Whoever makes the next batch reads all at once, so that no step waits for a check.
-    """
+    """Flags of all layers for the batch that runs, by the page of a row's end; all read at once."""
 
     def __init__(self, device: str) -> None:
         self.rows: Sequence[Row] = ()

@@ -1,7 +1,5 @@
 """A draft model with a cache of one's own choice, for transformers' assisted generation."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

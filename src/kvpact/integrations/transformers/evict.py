@@ -4,8 +4,6 @@ What is left keeps the positions it was computed with, and the next token takes 
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`PagedBatch`: transformers' `Cache` over sequences of a paged cache, one batch of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvpact.cache.paged.cache import PagedKVCache

@@ -6,8 +6,6 @@ recipe, or ``default``. Nothing of vLLM is imported before that, and nothing of 
 the attention backend that vLLM's own registry lets a plug-in replace.
 """
 
-from __future__ import annotations
-
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.calibrations import learning
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
@@ -28,7 +26,7 @@ _ON_CUDA = (
     "TRITON_FLASHINFER",
     "TURBOQUANT",
 )
-"""What vLLM may choose for a decoder on a CUDA device; others, newer ones too, are refused."""
+"""Backends that vLLM may choose for a decoder on a CUDA device; all others are refused."""
 
 
 def register() -> None:

@@ -1,7 +1,5 @@
 """The connector's part in vLLM's scheduler: what the store holds, what is loaded and saved."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -55,11 +53,7 @@ class _Tracked:
 
 
 class PrefixScheduler:
-    """Lookups, and plans of loads and saves; nothing waits for a store, or to be saved.
-
-    `form`: of rank 0; `model`: a fingerprint or name; `adapter`: gives that of a request's adapter;
-    `loads`, `saves`: what this engine does.
-    """
+    """Lookups, and plans of loads and saves; nothing waits for a store, or to be saved."""
 
     waiting = 0
 

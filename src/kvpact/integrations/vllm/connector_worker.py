@@ -1,7 +1,5 @@
 """The connector's part in vLLM's worker: pages into the store, chunks into pages."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -27,8 +25,7 @@ from kvpact.integrations.vllm.connector_store import ConnectorCounts, ConnectorO
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.stores import Store
 
-LOADS = 4
-"""Requests whose chunks are read at the same time."""
+LOADS = 4  # requests whose chunks are read at the same time
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """vLLM's side on a GPU: what differs from its CPU worker."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 A page holds latents in K's place and rotated keys in V's, as in `kvpact.MLACache`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, ClassVar, NoReturn

@@ -3,8 +3,6 @@
 So a later vLLM without one of these names is refused, with all that are missing, and no other is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """The Triton kernels as a backend. Triton itself is imported when a kernel is first needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -149,7 +147,7 @@ class TritonBackend(Backend):
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
     ) -> None:
         """Decode packed tokens."""
-        from kvpact.kernels.triton.decode.decode import decode_triton
+        from kvpact.kernels.triton.decode.kernel import decode_triton
 
         with on_device(out.device):
             decode_triton(slots, start, end, out, inverse)

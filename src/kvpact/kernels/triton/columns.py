@@ -6,8 +6,6 @@ the tail, the sinks and the new tokens; of each the table has the address of hea
 the next head and to the next token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import triton

@@ -4,8 +4,6 @@ They are those of `codec.decode`, to the bit: products and sums in its order. La
 use them with ``enable_fp_fusion=False``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Numbers are those of `kvpact.transforms` and `kvpact.arithmetic`, to the bit. La
 use them with ``enable_fp_fusion=False``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Warnings of slower ways, given once for a model, at the line of whoever called it."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

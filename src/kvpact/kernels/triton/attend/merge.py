@@ -1,7 +1,5 @@
 """The parts of attention become one output: weighed by their sums, rotated back, rounded."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

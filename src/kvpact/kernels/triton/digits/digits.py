@@ -10,8 +10,6 @@ A program attends for all queries of one KV head and row over a part of its pack
 merged by their log-sum-exp.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ and for other devices.
 The last axes of what is returned are bits of an item's number, as each function says.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -179,8 +177,7 @@ def row_of(TABLE, ROW: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
 
 MOST = tl.constexpr(32512.0)
 """127 * 256: what two digits of eight bits hold, the lower one with a sign."""
-_WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2**23: a sum with it has a whole number in its low bits."""
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has a whole number in its low bits
 
 
 @triton.jit

@@ -4,8 +4,6 @@ Tiles are fp32 `[ROWS, padded]`, 0 after the last channel; side information is f
 `[ROWS, groups of channels]`. Launch kernels that use this with ``enable_fp_fusion=False``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

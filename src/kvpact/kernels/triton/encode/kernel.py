@@ -4,8 +4,6 @@ The slots of tokens that are not there yet are zero. A word of V's codes holds s
 is read, added to and written by the one program that has it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
@@ -102,8 +100,7 @@ def store_numbers(
 
 
 LARGEST_HALF = tl.constexpr(65504.0)
-CHANNELS = 32
-"""Channels that a program of `encode_groups` works on."""
+CHANNELS = 32  # channels that a program of `encode_groups` works on
 _CHANNELS = tl.constexpr(CHANNELS)
 
 

@@ -1,7 +1,5 @@
 """Scores of a block of trellises, whose keys have blocks of unlike levels, and bases."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
