@@ -29,9 +29,10 @@ from kvpact.recommend.base import (
     Slot,
     predicted,
 )
-from kvpact.recommend.budget import budget_bytes, check_budget, exact_sizes, is_spec, slot_bytes
+from kvpact.recommend.budget import budget_bytes, check_budget, exact_sizes, slot_bytes
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
+from kvpact.spec import is_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
