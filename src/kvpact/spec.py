@@ -125,6 +125,15 @@ def parse_spec(text: str | Spec) -> Spec:
     return Spec(parsed[0][0], parsed[-1][1], slashed=len(sides) == 2)
 
 
+def is_spec(text: str) -> bool:
+    """Return whether a text is a spec."""
+    try:
+        parse_spec(text)
+    except SpecError:
+        return False
+    return True
+
+
 def method_text(method: Any) -> str:
     """Return a method's canonical text: its name and the options that are not at their default."""
     options = [

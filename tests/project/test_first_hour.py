@@ -123,6 +123,14 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.evaluate(model, type('T', (), {'convert_tokens_to_ids': 0}), 'text')":
         "'trellis:bits=4', text, tokenizer=",
     "kvpact.evaluate('int4', model='smollm2')": "write: kvpact.evaluate(model, specs, text, token",
+    "kvpact.evaluate('int4', 'smollm2')": "write: kvpact.evaluate('smollm2', 'int4')",
+    "kvpact.evaluate('recipe:smollm2-3bit', 'smollm2')": "('smollm2', 'recipe:smollm2-3bit')",
+    "kvpact.evaluate(['int4'], 'smollm2')": "write: kvpact.evaluate('smollm2', specs)",
+    "kvpact.evaluate((model, None), 'int4', max_tokens=9)":
+        "no option 'max_tokens'; write: kvpact.evaluate(model, specs, text, tokenizer=..., tokens=",
+    "kvpact.evaluate((model, None), 'int4', 'a/book.txt', tokens=300)":
+        "write: Path('a/book.txt').read_text('utf-8')",
+    "kvpact.recommend((model, None), '@book', tokens=300)": "kvpact.data.book_path().read_text(",
     "kvpact.evaluate('smollm2')": "write: kvpact.evaluate(model, specs, text, tokenizer=..., ",
     "kvpact.recommend((model, None), print, tokens=600)": "_method; write tokenizer=",
     "kvpact.PrefixCache('kv', None, model='m')": "write: kvpact.stores.open_store('kv')",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvpact.callable_package import CallError
 from kvpact.data import book_path
 from kvpact.errors import SpecError
 from kvpact.evaluate import feed
@@ -167,6 +168,10 @@ def evaluate_text(
     if hasattr(specs, "convert_tokens_to_ids"):
         line = "kvpact.evaluate(model, 'trellis:bits=4', text, tokenizer=tokenizer)"
         raise SpecError(f"the second argument is a spec, not a tokenizer; write: {line}")
+    own, more = (function.__kwdefaults__ or {} for function in (evaluate_text, evaluate))
+    if unknown := sorted(options.keys() - more.keys()):
+        line = f"kvpact.evaluate(model, specs, text, {'=..., '.join(own | more)}=...)"
+        raise CallError(f"evaluate has no option {unknown[0]!r}; write: {line}")
     network, tokenizer = opened(model, tokenizer)
     feed.check_sizes(tokens, chunk, feed.positions(network))
     text = book_path().read_text("utf-8") if text is None else text

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -28,7 +29,8 @@ import torch
 from safetensors import SafetensorError
 
 from kvpact.data import model_table
-from kvpact.errors import BackendUnavailable, DtypeError, KVPactError
+from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
+from kvpact.spec import RECIPE_PREFIX, Spec, is_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -167,6 +169,9 @@ def opened(
     model: PreTrainedModel | str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model and its tokenizer, which are loaded where they are not given."""
+    if isinstance(model, Spec | list):
+        given = type(model).__name__
+        raise SpecError(f"a {given} is no model; write: kvpact.evaluate('smollm2', specs)")
     if isinstance(model, str | os.PathLike):
         return load_model(model)
     if isinstance(model, tuple):  # what `load_model` returns
@@ -188,6 +193,9 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> 
         given = type(text).__name__  # type: ignore[unreachable]
         remedy = "write tokenizer=tokenizer, and for a file Path(name).read_text('utf-8')"
         raise DtypeError(f"text should be a string, not {given}; {remedy}")
+    if re.fullmatch(r"@book|\S{1,250}\.\w{1,5}", text):
+        read = "kvpact.data.book_path()" if text == "@book" else f"Path({text!r})"
+        raise DtypeError(f"{text!r} is a file's name; write: {read}.read_text('utf-8')")
     # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
     ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64, device="cpu")
@@ -235,6 +243,8 @@ def check_model(name_or_path: Any) -> None:
     path = Path(name_or_path).expanduser()
     if name in PACKAGED:
         PACKAGED[name].files()
+    elif not path.is_dir() and (is_spec(name) or name.startswith(RECIPE_PREFIX)):
+        raise SpecError(f"{name!r} is a spec; write: kvpact.evaluate('smollm2', {name!r})")
     elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise KVPactError(
             f"no model folder {name!r}: give the folder of a model saved with save_pretrained"

@@ -22,7 +22,7 @@ from kvpact.files import aligned, size_text
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
+from kvpact.spec import DEFAULT_SPEC, Spec, is_spec
 from kvpact.units import StreamFacts
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _loaded(name: str) -> PreTrainedConfig:
     if not Path(name).expanduser().exists():
         if name.endswith((".json", ".toml")):
             raise GeometryError(f"there is no file {name!r}; give a config.json or a model's name")
-        if _is_spec(name):
+        if is_spec(name):
             wanted = "give a model first, such as 'qwen3-8b', or numbers: layers, KV heads, width"
             raise GeometryError(f"{name!r} is a spec and no model; {wanted}")
         if "/" not in name:
@@ -294,14 +294,6 @@ def _loaded(name: str) -> PreTrainedConfig:
         return load_config(name)
     except KVPactError as error:
         raise type(error)(f"{error}{known}") from error
-
-
-def _is_spec(text: str) -> bool:
-    try:
-        parse_spec(text)
-    except SpecError:
-        return False
-    return True
 
 
 def _layers_of_config(config: Any, name: str, dtype: str | None) -> Layers:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvpact.cache import planned_bytes
-from kvpact.errors import KVPactError, SpecError
+from kvpact.errors import KVPactError
 from kvpact.files import bytes_of, share_of, size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.sizes import size
 from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
-from kvpact.spec import Spec, parse_spec
+from kvpact.spec import Spec, is_spec, parse_spec
 
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer
@@ -56,15 +56,6 @@ def check_budget(model: Any, text: str, context: int) -> None:
             f"budget {text} is too small at {context:,} tokens: the smallest recipe takes "
             f"{size_text(least.total)}, {share}; give more, or a share such as 25%"
         )
-
-
-def is_spec(text: str) -> bool:
-    """Return whether a budget is a spec, whose bytes are meant."""
-    try:
-        parse_spec(text)
-    except SpecError:
-        return False
-    return True
 
 
 def layer_geometry(seen: SeenLayer, dtype: torch.dtype = torch.float16) -> CacheGeometry:

@@ -34,11 +34,11 @@ from kvpact.recommend.budget import (
     budget_bytes,
     check_budget,
     exact_sizes,
-    is_spec,
     slot_bytes,
 )
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
+from kvpact.spec import is_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
