@@ -252,7 +252,7 @@ def test_a_recipe_has_pages_of_unlike_sizes_and_windows_stay_exact(llama, make_m
     (101_370, 15 << 20, 30 << 12), (7000, 2048, 7168),
 ], ids=["alone", "gemma3, fp32", "gemma3, bf16", "large ones", "few others"])  # fmt: skip
 def test_blocks_of_unlike_layers_divide_sectors_that_are_not_large(packed, others, block):
-    from kvpact.integrations.transformers.batching import _block_bytes
+    from kvpact.integrations.transformers.enabled.batching import _block_bytes
 
     assert _block_bytes(packed, others) == block
     assert not others or lcm(block, others) <= max(32 << 20, others)

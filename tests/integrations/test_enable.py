@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvpact import KeyOffset
 from kvpact.errors import EnableError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
-from kvpact.integrations.transformers.enable import PREPARE
+from kvpact.integrations.transformers.enabled.enable import PREPARE
 from kvpact.integrations.transformers.versions import cache_of, named
 
 COARSE = "int:bits=2,sinks=0,window=0"

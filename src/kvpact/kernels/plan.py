@@ -75,7 +75,7 @@ class Compute:
         self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
         self.empty, self.prompts = Empty(), Empty()
-        self.layers: dict[str, int] = {}  # of a cache, by spec
+        self.layers: dict[object, int] = {}  # of a cache, by spec
         # Whether a layer's first tokens were the last ones to be stored as those of another layer.
         self.repeats = False
 

@@ -65,7 +65,7 @@ class ContiguousCache(Evictable, BatchRows):
         self.geometry, self.max_tokens = geometry, max_tokens
         self._specs = list(specs)
         self.compute, self.heap = compute or Compute(), Hold()
-        self.compute.layers = Counter(map(str, specs))
+        self.compute.layers = Counter(specs)
         self.key_offsets = check_offsets(key_offsets, geometry)
         check_covered(self.compute, specs, geometry, bool(self.key_offsets))
         given = states_of(calibration, specs, geometry)

@@ -147,7 +147,7 @@ class Prompt:
         given = first.arguments(x, k), second.arguments(y, v)
         plan = compute.plan(before[0].plan, before[1].plan, False, latent)
         runner = plan.prompt(given, q if learns and k.codec.ready else None, k.learning)
-        layers = compute.layers.get(str(spec), 1) - 1
+        layers = compute.layers.get(spec, 1) - 1
         return None if runner is None else cls((first, second), plan, runner, layers, latent)
 
     def take(

@@ -18,7 +18,7 @@ from kvpact.integrations.transformers.attention.forward import ATTENTION, regist
 from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.draft import CachedDraft
-from kvpact.integrations.transformers.enable import Enabled, disable, enable
+from kvpact.integrations.transformers.enabled.enable import Enabled, disable, enable
 from kvpact.integrations.transformers.model.fallback import FallbackWarning
 from kvpact.integrations.transformers.model.offsets import key_offsets
 from kvpact.integrations.transformers.paged import PagedBatch

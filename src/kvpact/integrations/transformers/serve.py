@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvpact.integrations.transformers.enable import enable
+from kvpact.integrations.transformers.enabled.enable import enable
 from kvpact.integrations.transformers.versions import VersionError
 from kvpact.spec import DEFAULT_SPEC
 

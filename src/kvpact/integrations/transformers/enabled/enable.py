@@ -18,9 +18,13 @@ from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.enabled.served import (
+    ServedCalls,
+    tell_of_exact,
+    watch_no_calls,
+)
 from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.model.guesses import config_of, meant_spec, unwrapped
-from kvpact.integrations.transformers.served import ServedCalls, tell_of_exact, watch_no_calls
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
@@ -109,7 +113,7 @@ class _Batching(_Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         versions.check_batching()
-        from kvpact.integrations.transformers.batching import make_manager
+        from kvpact.integrations.transformers.enabled.batching import make_manager
 
         maker, method = vars(self.model)[PREPARE], partial(self.method, *args, **kwargs)
         known, backend = maker.options["calibration"], maker.options.get("backend", "auto")

@@ -41,9 +41,9 @@ from kvpact.integrations.pages.page import PageForm, check_serves, codecs
 from kvpact.integrations.pages.window import SLACK, Row, WindowPool
 from kvpact.integrations.transformers.attention.forward import Loan, choose_attention, given_back
 from kvpact.integrations.transformers.attention.learnt import calibration_of
+from kvpact.integrations.transformers.enabled.served import ServedCalls
 from kvpact.integrations.transformers.held.handles import new_pair
 from kvpact.integrations.transformers.held.paged_tokens import PagedTokens
-from kvpact.integrations.transformers.served import ServedCalls
 from kvpact.integrations.transformers.versions import rebound
 from kvpact.kernels import Plan, choose
 from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
@@ -56,7 +56,7 @@ _SECTOR = 32 << 20
 """Bytes of a sector, of which a pool has two in vain, where blocks fit better in larger ones."""
 
 
-class Served(NamedTuple):
+class ServedLayers(NamedTuple):
     """Specs and plans of the layers of a model, by their numbers."""
 
     specs: list[Spec]
@@ -97,7 +97,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def __init__(
         self,
-        served: Served,
+        served: ServedLayers,
         index: int,
         config: Any,
         num_key_value_heads: int,
@@ -201,7 +201,7 @@ class PackedCache(PagedAttentionCache):
     """transformers' pool with packed pages for full attention; `loan`: of its attention."""
 
     def __init__(
-        self, served: Served, loan: Loan | None, masks: bool, *args: Any, **kwargs: Any
+        self, served: ServedLayers, loan: Loan | None, masks: bool, *args: Any, **kwargs: Any
     ) -> None:
         self.loan = loan
         allocators = {**ATTN_TYPE_TO_ALLOCATOR, FULL_ATTENTION: partial(PackedAllocator, served)}
@@ -231,7 +231,9 @@ class PackedCache(PagedAttentionCache):
 class _Memory(PagedAttentionMemoryHandler):
     """Counts windows; where attention is `lent`, reads of exact pages alone; masks if there are."""
 
-    def __init__(self, served: Served, lent: bool, masks: bool, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, served: ServedLayers, lent: bool, masks: bool, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.available_memory -= served.window_bytes()
         if lent and not masks:
@@ -307,7 +309,7 @@ def make_manager(
         return manager  # which was kept
     given = manager.continuous_batching_config
     windows = min(given.max_requests_per_batch, _WINDOWS)
-    served = Served(specs, plans, windows, (heads, dim), calls)
+    served = ServedLayers(specs, plans, windows, (heads, dim), calls)
     try:
         served.forms(layers, given.page_size)
         if manager.batch_processor is not None or manager.distributed_helper.tp_size > 1:

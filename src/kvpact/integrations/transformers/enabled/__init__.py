@@ -1,0 +1,1 @@
+"""Models whose callers get compressed caches by themselves, continuous batching included."""
