@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from kvpact.evaluate.shared import processor
+from kvpact.evaluate.files import processor
 
 
 def about(**more: object) -> dict[str, object]:

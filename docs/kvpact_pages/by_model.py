@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from kvpact.evaluate.shared import read_rows
+from kvpact.evaluate.files import read_rows
 from kvpact.spec import parse_spec
 from kvpact_pages.results import (
     FOLDER,

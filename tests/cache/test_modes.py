@@ -7,7 +7,7 @@ from kvpact import KeyOffset, create_cache
 from kvpact.compressor import KVCacheCompressor
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_offset, random_tokens, same_bytes
-from kvpact.testing.cache_modes import Mode, ModeChecks
+from kvpact.testing.cache import Mode, ModeChecks
 
 BACKENDS = ("torch",) if isinstance(_load(), str) else ("torch", "cpu")
 HALF = Mode(torch.bfloat16, "meta")

@@ -14,7 +14,7 @@ from vllm_prompts import ids
 
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
-from kvpact.integrations.lmcache.serde import key_hash
+from kvpact.integrations.lmcache.server import key_hash
 from kvpact.integrations.transformers.versions import cache_of, named
 
 UNABLE = why_not() if find_spec("mooncake") else None

@@ -13,7 +13,7 @@ from vllm_engine import sharing
 
 from kvpact.errors import FormatError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import codecs
 from kvpact.integrations.vllm.connector_form import of_rank
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity

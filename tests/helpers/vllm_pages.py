@@ -9,8 +9,7 @@ from kvpact.cache.layer.held import Held
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.integrations.calibrated import NOTHING
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row, WindowPool
 from kvpact.integrations.vllm.setting import native_plan
 from kvpact.kernels import TokenMemory

@@ -8,7 +8,7 @@ from families import skip_without_chunks
 
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.versions import named
-from kvpact.testing.cache_modes import Mode
+from kvpact.testing.cache import Mode
 
 
 def both(model, options, **inputs):

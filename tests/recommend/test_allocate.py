@@ -7,8 +7,8 @@ import pytest
 
 from kvpact.evaluate import verdict_of
 from kvpact.recommend import RecommendationError, allocate, budget_bytes
-from kvpact.recommend.allocate import Rung
 from kvpact.recommend.base import SIDES
+from kvpact.recommend.budget import Rung
 
 
 def ladders(seed):

@@ -6,7 +6,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.attention.forward import attention_forward
-from kvpact.integrations.transformers.attention.seen import RECORDING, _recording, seen_attention
+from kvpact.integrations.transformers.attention.seen import SHOWN, _shown, seen_attention
 from kvpact.integrations.transformers.versions import named
 
 
@@ -69,7 +69,7 @@ def test_attention_is_restored_after_a_pass_and_after_an_error(model, monkeypatc
     monkeypatch.setattr(model.model.layers[1].self_attn, "forward", fail)
     with pytest.raises(ZeroDivisionError), seen_attention(model):
         run(model, torch.arange(20))
-    assert during == [RECORDING] and model.config._attn_implementation == "sdpa"
+    assert during == [SHOWN] and model.config._attn_implementation == "sdpa"
 
 
 def test_a_layer_that_attends_by_itself_is_refused(model, monkeypatch):
@@ -103,11 +103,11 @@ def test_attention_with_gradients_equals_that_without(masked):
     module = torch.nn.Module().eval()
     expected = attention_forward(module, q, k, v, mask, **options)[0]
     leaf = k.clone().requires_grad_()
-    found = _recording(module, q, leaf, v, mask, **options)[0]
+    found = _shown(module, q, leaf, v, mask, **options)[0]
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found.square().sum(), leaf)
     assert gradient.abs().min() > 0
     if masked is None:
         options["sliding_window"] = 4
         expected = attention_forward(module, q, k, v, None, **options)[0]
-        torch.testing.assert_close(_recording(module, q, leaf, v, None, **options)[0], expected)
+        torch.testing.assert_close(_shown(module, q, leaf, v, None, **options)[0], expected)

@@ -7,7 +7,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvpact.integrations.transformers.attention.seen import Seen, SeenLayer, seen_attention
 from kvpact.integrations.transformers.versions import named
 from kvpact.recommend import Sensitivity, measure_sensitivity
-from kvpact.recommend.sensitivity import SINKS, WINDOW
+from kvpact.recommend.gradients import SINKS, WINDOW
 
 CHUNK, TOKENS = 96, 192
 CODED = slice(SINKS, CHUNK - WINDOW)

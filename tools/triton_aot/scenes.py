@@ -13,7 +13,7 @@ from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
-from kvpact.kernels.triton.decode.decode import decode_triton
+from kvpact.kernels.triton.decode.kernel import decode_triton
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_trellis
 from kvpact.kernels.triton.forms import SlotPlaces, slots_of
 from kvpact.kernels.triton.step.step import Taker, TritonStep, sent_flags, take, taking_of

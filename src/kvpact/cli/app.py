@@ -88,10 +88,10 @@ class Commands(TyperGroup):
                 self.add_command(Deferred(name, entry) if entry.target else _group(name), name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a command; what others call by a word of their own is told by that word."""
-        told = ELSEWHERE.get("smollm2" if ":" in args[0] else args[0])
-        if told and not ctx.resilient_parsing:
-            ctx.fail(f"there is no command {args[0]!r}: {told}")
+        """Find a command; for a name that other tools use, say where kvpact has it."""
+        place = ELSEWHERE.get("smollm2" if ":" in args[0] else args[0])
+        if place and not ctx.resilient_parsing:
+            ctx.fail(f"there is no command {args[0]!r}: {place}")
         return super().resolve_command(ctx, args)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]

@@ -73,10 +73,7 @@ def _lines() -> Iterator[str]:
 
 
 def _asked(tokenizer: Any, line: str, ids: Tensor | None) -> Tensor:
-    """Return the ids ``[1, T]`` of a chat so far and of a line in the template.
-
-    The tokens that the cache holds stay as they are: what follows a made-up answer is appended.
-    """
+    """Return the ids ``[1, T]`` of a chat so far, as the cache holds them, and of a line."""
     import torch
 
     if ids is None:

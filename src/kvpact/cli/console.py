@@ -78,9 +78,9 @@ def print_table(
 ) -> None:
     """Print a table whose first `left` columns are text and the others numbers.
 
-    Where there is no terminal, each row is a line, however long. A terminal that is too narrow
-    sees less of the `spare` columns, from the first on, and is told so; where it is too narrow for
-    the numbers alone, lines go on at the next one's begin.
+    Where there is no terminal, each row is a line, however long. In a terminal that is too narrow
+    `spare` columns are left out, from the first on, and a line says so; where the numbers alone
+    need more room, rows are wrapped.
     """
     style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD}
     grid = Table(title=title or None, pad_edge=False, collapse_padding=True, **style)

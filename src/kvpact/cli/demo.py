@@ -46,8 +46,8 @@ def demo(
     made = continuations(network, prompt, new_tokens)
     if as_json:
         names = ("cache", "text", "bytes", "process_bytes")
-        told = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
-        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in told])
+        rows = [(x.cache, tokenizer.decode(x.tokens), *x[2:]) for x in made]
+        print_document("demo", continuations=[dict(zip(names, x, strict=True)) for x in rows])
         return
     from kvpact.integrations.transformers.versions import CACHE
 
@@ -67,15 +67,12 @@ def demo(
 
 
 class Continuation(NamedTuple):
-    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held.
-
-    `process`: bytes by which the process grew, as the kernel counts; None where none tells (Linux).
-    """
+    """A cache's spec, the tokens with which it continued a prompt, and the bytes that it held."""
 
     cache: str
     tokens: list[int]
     bytes: int
-    process: int | None
+    process: int | None  # by which the process grew, as the kernel counts; None where none tells
 
 
 STATUS = Path("/proc/self/status")

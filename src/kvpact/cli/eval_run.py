@@ -30,11 +30,10 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, positions
-from kvpact.evaluate.files import write_growth, write_json
+from kvpact.evaluate.files import read_rows, shared_rows, write_growth, write_json
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.growth import TITLES
 from kvpact.evaluate.result import PROBES
-from kvpact.evaluate.shared import read_rows, shared_rows
 from kvpact.evaluate.task_source import token_counter
 from kvpact.evaluate.text import LEAST_SCORED, kl_text
 from kvpact.integrations.models import first_tokens

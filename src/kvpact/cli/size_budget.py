@@ -28,10 +28,7 @@ def schedule_of(
     batch: int = 1,
     dtype: str | None = None,
 ) -> Schedule:
-    """Return the schedule of a cache of a model, or of a geometry, that begins with `spec`.
-
-    `context`: where a share of the exact cache is meant. Raises `KVPactError`.
-    """
+    """Return the schedule of a cache of a model, or of a geometry, that begins with `spec`."""
     given = sizes.dtype_of(dtype or "bfloat16")
     if isinstance(model, CacheGeometry):
         made = create_cache(spec, model, budget=amount, context=context)

@@ -134,8 +134,8 @@ def verify(
             with progress(f"checking {path}") as report:
                 held.verify(lambda done, total: report(done, total, ""))
         except KVPactError as error:  # which of several files it was
-            told = str(error)
-            raise type(error)(told if str(path) in told else f"{path}: {told}") from error
+            text = str(error)
+            raise type(error)(text if str(path) in text else f"{path}: {text}") from error
         good.append({"file": str(path), "tokens": held.tokens, "bytes": held.nbytes})
         if not as_json:
             tokens = f"{held.tokens} token" + "s" * (held.tokens != 1)

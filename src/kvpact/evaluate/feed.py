@@ -14,8 +14,7 @@ from kvpact.recipe import SpecLike
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CacheFactory = Callable[[Any, Candidate], Any]
-"""Called as ``make_cache(model.config, candidate)``."""
+CacheFactory = Callable[[Any, Candidate], Any]  # called as ``make_cache(model.config, candidate)``
 
 
 def check_sizes(tokens: int, chunk: int, limit: int | None = None) -> None:

@@ -40,28 +40,22 @@ CHUNK = 64
 UNIFORM = ("none", "int:bits=8", *(f"trellis:bits={bits}" for bits in (6, 5, 4, 3, 2)))
 """Specs for all layers, from the most bytes to the fewest, one of which may fit a budget."""
 EXACT = "exact cache"
-EXACT_KL = 1e-6
-"""Nats; what is less is the rounding of other sums, and no plot shows it."""
+EXACT_KL = 1e-6  # nats; what is less is the rounding of other sums, and no plot shows it
 
 Make = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class GrowthPoint:
-    """A cache at the end of a stretch.
-
-    - `kl`, `kl_se`: of the stretch's tokens, nats; NaN where they did not fit.
-    - `needle`, `needle_se`: log-probability of the needles so far, less the exact cache's.
-    - `bits`: of a cache with a budget: mean bits of packed numbers.
-    """
+    """A cache at the end of a stretch."""
 
     tokens: int
-    kl: float
-    kl_se: float
-    needle: float
+    kl: float  # of the stretch's tokens, nats; NaN where they did not fit
+    kl_se: float  # its standard error
+    needle: float  # log-probability of the needles so far, less the exact cache's
     needle_se: float
     bytes: int
-    bits: float | None
+    bits: float | None  # of a cache with a budget: mean bits of packed numbers
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,7 @@ class MetricAccumulator:
         return TokenScores(**columns)
 
     def summary(self) -> dict[str, float]:
-        """Return fields of `EvalRow` over everything added, which has to be something.
-
-        And ``reference_perplexity``, that of the reference.
-        """
+        """Return fields of `EvalRow` over everything added, and ``reference_perplexity``."""
         all_scores = self.scores()
         ref, nll, kl = all_scores.ref_nll, all_scores.nll, all_scores.kl
         if not len(nll):

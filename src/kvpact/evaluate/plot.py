@@ -7,17 +7,8 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
+from kvpact.evaluate import canvas
 from kvpact.evaluate.base import EvalRow, row_name, run_name
-from kvpact.evaluate.canvas import (
-    COLOURS,
-    INK,
-    MUTED,
-    error_bars,
-    log_ticks,
-    new_figure,
-    place_labels,
-    plain_axes,
-)
 from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.growth import GrowthPanel
 from kvpact.evaluate.task_scores import TaskResult
@@ -39,15 +30,17 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     title : str
         A line above the plot.
     """
-    figure = new_figure((10, 6.4))
+    figure = canvas.new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
     drawn = [row for row in rows if ROUNDING < row.kl_mean < math.inf and row.share > 0]
     axes.set_yscale("log")
-    log_ticks(axes.yaxis)
-    axes.set_xlabel("bytes, % of an exact 16-bit cache (sinks and window included)", color=INK)
-    axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
-    axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
-    plain_axes(axes)
+    canvas.log_ticks(axes.yaxis)
+    axes.set_xlabel(
+        "bytes, % of an exact 16-bit cache (sinks and window included)", color=canvas.INK
+    )
+    axes.set_ylabel("mean KL to the exact cache, nats per token", color=canvas.INK)
+    axes.set_title(title, loc="left", fontsize=11, color=canvas.INK, wrap=True)
+    canvas.plain_axes(axes)
     if drawn:
         _scale(axes, drawn)
         _points(axes, drawn)
@@ -59,12 +52,12 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     ]
     if missing:
         names = "not drawn: " + ", ".join(missing)
-        figure.text(0.99, 0.012, names, ha="right", color=MUTED, fontsize=9)
+        figure.text(0.99, 0.012, names, ha="right", color=canvas.MUTED, fontsize=9)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.canvas.draw()
     if drawn:
         named = [(100 * row.share, row.kl_mean, row_name(row)) for row in drawn]
-        place_labels(figure, axes, named)
+        canvas.place_labels(figure, axes, named)
     figure.savefig(path)
 
 
@@ -78,10 +71,10 @@ def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:
     low, high = axes.get_ylim()
     for name, most in VERDICTS:
         if low < most < high:
-            axes.axhline(most, color=MUTED, linewidth=1, linestyle="--", zorder=1)
+            axes.axhline(most, color=canvas.MUTED, linewidth=1, linestyle="--", zorder=1)
             below = {"xytext": (-3, -3), "textcoords": "offset points", "ha": "right", "va": "top"}
             place = {"xycoords": axes.get_yaxis_transform(), **below}
-            axes.annotate(name, (1, most), color=MUTED, fontsize=9, **place)
+            axes.annotate(name, (1, most), color=canvas.MUTED, fontsize=9, **place)
 
 
 def _family(row: EvalRow) -> str:
@@ -92,7 +85,7 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
     """Draw the rows in one colour a method, so that its options are seen as one family."""
     names = list(dict.fromkeys(map(_family, rows)))
     for row in rows:
-        colour = COLOURS[names.index(_family(row)) % len(COLOURS)]
+        colour = canvas.COLOURS[names.index(_family(row)) % len(canvas.COLOURS)]
         face = "white" if row.packed_only else colour
         style = {"ms": 8, "mew": 1.8, "mec": colour, "mfc": face, "zorder": 3}
         axes.plot(100 * row.share, row.kl_mean, "o", **style)
@@ -101,12 +94,14 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
 def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
     """Draw mean KL (log scale) of every spec on every model and text, with two standard errors."""
     names = [row_name(row) for row in runs[0].rows if row.spec != "none"]
-    figure = new_figure((10, 1.6 + 0.45 * len(names) + 0.25 * len(runs)))
+    figure = canvas.new_figure((10, 1.6 + 0.45 * len(names) + 0.25 * len(runs)))
     axes: Any = figure.add_subplot()
     axes.set_xscale("log")
-    log_ticks(axes.xaxis)
+    canvas.log_ticks(axes.xaxis)
     axes.set_xlabel("mean KL to the exact cache, nats per token; bars: two standard errors")
-    axes.set_title("KL of each spec on every model and text", loc="left", fontsize=11, color=INK)
+    axes.set_title(
+        "KL of each spec on every model and text", loc="left", fontsize=11, color=canvas.INK
+    )
     series = []
     for run in runs:
         rows = {row_name(row): row for row in run.rows}
@@ -117,8 +112,8 @@ def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
             for i, row in drawn
         ]
         series.append((run_name(run.protocol), points))
-    plain_axes(axes)
-    error_bars(axes, names, series, 7)
+    canvas.plain_axes(axes)
+    canvas.error_bars(axes, names, series, 7)
     figure.savefig(path, bbox_inches="tight")
 
 
@@ -127,11 +122,11 @@ def save_panels(
 ) -> None:
     """Draw what a probe found in each run, by the runs' names, one panel above the other."""
     first = panels[0][1]
-    figure = new_figure((10, first.margin + sum(probe.height for _, probe in panels)))
+    figure = canvas.new_figure((10, first.margin + sum(probe.height for _, probe in panels)))
     for index, (run, probe) in enumerate(panels):
         axes: Any = figure.add_subplot(len(panels), 1, index + 1)
         probe.draw(axes, run)
-        plain_axes(axes)
-    axes.set_xlabel(first.x_label, color=INK)
+        canvas.plain_axes(axes)
+    axes.set_xlabel(first.x_label, color=canvas.INK)
     figure.tight_layout()
     figure.savefig(path)

@@ -11,15 +11,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 
-SINKS = 4
-"""First tokens that are kept."""
+SINKS = 4  # first tokens that are kept
 
 
 class RecentLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """Exact tokens of a layer, at most so many: the first ones and the most recent ones.
-
-    Positions go on to count all tokens. A call's own tokens see one another, and all that is held.
-    """
+    """Exact tokens of a layer, at most so many, the first and the last; positions count all."""
 
     is_sliding = False  # no mask hides what is held
 

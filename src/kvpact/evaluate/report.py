@@ -36,13 +36,11 @@ def difference_table(found: Sequence[Difference]) -> str:
     if not found:
         return ""
     columns = ["spec", f"KL less that of `{found[0].against}`", "±", "ratio", "NLL less", "±"]
-    return markdown(columns, [[f"`{x.spec}`", *difference_cells(x)] for x in found])
-
-
-def difference_cells(x: Difference) -> list[str]:
-    """Return the figures of a paired difference."""
-    kl = [signed(x.kl_difference), kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"]
-    return [*kl, signed(x.nll_difference), kl_text(x.nll_difference_se)]
+    rows = []
+    for x in found:
+        kl = [signed(x.kl_difference), kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"]
+        rows.append([f"`{x.spec}`", *kl, signed(x.nll_difference), kl_text(x.nll_difference_se)])
+    return markdown(columns, rows)
 
 
 def summary_table(rows: Sequence[SummaryRow]) -> str:

@@ -32,10 +32,8 @@ from kvpact.spec import Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PACKAGES = ("kvpact", "torch", "transformers")
-"""Distributions whose versions stand in a report."""
-TOKENS = 2305
-"""Of which 2,048 are scored: the first chunk of 256 and the last token are not."""
+PACKAGES = ("kvpact", "torch", "transformers")  # distributions whose versions stand in a report
+TOKENS = 2305  # of which 2,048 are scored: the first chunk of 256 and the last token are not
 
 
 def evaluate(
@@ -209,11 +207,9 @@ def _row(
 
 
 def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, Any]:
-    """Count the bytes of the exact cache, and those of them that a compressed cache takes over.
+    """Return the bytes of the exact cache, and those that a cache takes over, as in `EvalRow`.
 
-    Sliding windows, chunked and linear attention hold a bounded state, which stays exact: there
-    the bits per value of the other layers say little about the cache as a whole. The keys are
-    those of `EvalRow`; layers whose method is ``none`` are not covered.
+    Bounded states (windows, chunked and linear attention) stay exact, and ``none`` covers nothing.
     """
     from kvpact.integrations.transformers.engine_cache import tensors_of
     from kvpact.integrations.transformers.layers.full import CompressedLayer
@@ -231,9 +227,9 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, Any
             kept += [x for x, method in sides if method.name == "none"]
     sizes["exact_bytes"] = sum(tensor.nbytes for tensor in exacts)
     wider = sizes["exact_bytes"] / _in_16_bits(exacts)
-    beside = parts["sinks"] + parts["window"]
-    packed = parts["total"] - parts["unused"] - beside - sum(x.nbytes for x in kept)
-    own += max(packed, 0) + beside / wider + _in_16_bits(kept)
+    exact_tokens = parts["sinks"] + parts["window"]
+    packed = parts["total"] - parts["unused"] - exact_tokens - sum(x.nbytes for x in kept)
+    own += max(packed, 0) + exact_tokens / wider + _in_16_bits(kept)
     return {**sizes, "share": own / _in_16_bits(exacts)}
 
 

@@ -304,10 +304,7 @@ def _answers(
 def answers(
     model: PreTrainedModel, cache: Any, asked: Asked, chunk: int | None = None
 ) -> list[tuple[float, bool]]:
-    """Return for each question the log-probability of its answer, and whether it is the choice.
-
-    Each is fed to a copy of the cache, in one piece if no `chunk` is given.
-    """
+    """Return for each question its answer's log-probability, and whether it is the choice."""
     found = []
     for question, length in asked:
         ids, copied = question.to(input_device(model)), deepcopy(cache)

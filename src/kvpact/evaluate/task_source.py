@@ -24,18 +24,14 @@ def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
 
 @dataclass(frozen=True)
 class Question:
-    """A question asked after a context: `prompt`, and the `answer` that has to follow it.
+    """A question asked after a context."""
 
-    `depth` is where it is to be found, 0 at the beginning of the context and 1 at its end.
-    """
-
-    depth: float
+    depth: float  # where it is to be found, from 0 at the beginning of the context to 1
     prompt: str
-    answer: str
+    answer: str  # that has to follow `prompt`
 
 
-Made = tuple[str, list[Question]]
-"""A context, and what is asked after it."""
+Made = tuple[str, list[Question]]  # a context, and what is asked after it
 
 
 @dataclass

@@ -15,7 +15,7 @@ from kvpact.integrations.fingerprint import model_folder
 from kvpact.spec import Spec
 
 Learnt = tuple[State, State]
-"""What the codecs of a layer learnt, of K and of V; mostly nothing."""
+"""The state that the codecs of a layer learnt, of K and of V; mostly empty."""
 NOTHING: Learnt = ({}, {})
 
 
@@ -27,10 +27,7 @@ class Known(NamedTuple):
 
 
 def read(where: str, setting: str, specs: Sequence[Spec] = ()) -> Known:
-    """Read the file that a setting names, or find or make the calibration of a model to specs.
-
-    Raises `SpecError`, `FormatError`, `IntegrityError`.
-    """
+    """Read the calibration file that a setting names, or find or make that of a model to specs."""
     name = f"{setting}={where!r}"
     if specs and not Path(where).is_file() and (folder := model_folder(where)) is not None:
         return Known(of_files(folder, learning(specs)), name)
@@ -50,11 +47,7 @@ def learnt_of(
     geometry: CacheGeometry,
     total: int,
 ) -> list[Learnt]:
-    """Return what the codecs of some layers of a model learnt, of all heads.
-
-    `numbers`: the layers', among `total`; `specs`: of each; `geometry`: of all of them. Raises
-    `SpecError` where the file is of another model, as far as that is known, or of other methods.
-    """
+    """Return what codecs of some of a model's `total` layers learnt; or `SpecError`."""
     if known is None:
         return [NOTHING] * len(numbers)
     held, name = known

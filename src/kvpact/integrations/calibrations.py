@@ -29,8 +29,7 @@ from kvpact.spec import Spec
 from kvpact.stores import Store, StoreWarning
 from kvpact.stores.base import check_store
 
-TOKENS = 4096
-"""Tokens of the shipped text that a calibration learns from."""
+TOKENS = 4096  # tokens of the shipped text that a calibration learns from
 
 
 def learning(specs: Iterable[Spec]) -> list[Spec]:

@@ -21,8 +21,7 @@ from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.spec import Spec, parse_spec
 from kvpact.stores.records import HEADER, seal, unseal
 
-_NAME = 64
-"""Characters of a record's key: a BLAKE2b-256 in hexadecimal."""
+_NAME = 64  # characters of a record's key: a BLAKE2b-256 in hexadecimal
 Shape = tuple[int, ...]
 Form = tuple[Sequence[int], torch.dtype]
 

@@ -21,16 +21,13 @@ _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "d
 """Keys of a config that say where a model came from, or how it is run."""
 
 _ADAPTER = ("_active_adapter", "merged_adapters", "_disable_adapters", "scaling")
-"""What PEFT's layers say of adapters: which are active or merged, and how strongly."""
+"""Attributes of PEFT's layers: which adapters are active or merged, and how strongly."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def fingerprint(weights: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name.
-
-    Raises `MismatchError` where weights can't be read.
-    """
+    """Return a BLAKE2b-256 over a config and all weights by name; `MismatchError` if unreadable."""
     return _digest(
         chain.from_iterable(pieces(x, weights[x], False) for x in sorted(weights)), config
     )
@@ -102,10 +99,7 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
 
 
 def weights_seen(model: Any) -> tuple[object, object]:
-    """Return what changes when weights do, and with the active adapter; both cheap to read.
-
-    Storages and versions tell of PyTorch's changes, a number of each tensor of those by ``.data``.
-    """
+    """Return what changes when weights do, and with the active adapter; both cheap to read."""
     tensors, adapters = list[object](), list[object]()
     numbers: dict[torch.device, list[Tensor]] = defaultdict(list)
     gathered = gathers(model)

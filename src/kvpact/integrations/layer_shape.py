@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpact.geometry import CacheGeometry
+from kvpact.spec import parse_spec
+from kvpact.units import TILE, out_of_window, segment_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -13,31 +16,24 @@ if TYPE_CHECKING:
 class LayerShape(NamedTuple):
     """The shape of the cache of one layer; heads and widths are 0 where it has no K and V.
 
-    `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
-    and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
-    however long; `index_width`: numbers per token besides K and V, of indexers; `k_eq_v`: whether
-    keys are made of values, and `made`: whether they are not held; `sliding`: what its window is
-    packed by, if it is.
-
-    Where the model makes entries of `rate` tokens each, K and the index are of entries, and there
-    are `window_width` numbers per token of the window, `buffer_width` of a token in no entry yet.
+    Where the model makes entries of `rate` tokens each, K and the index are of entries.
     """
 
-    kind: str
-    compressed: bool
+    kind: str  # as transformers names it
+    compressed: bool  # its K and V are
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-    latent: bool = False
-    limit: int | None = None
-    state_bytes: int = 0
-    index_width: int = 0
+    latent: bool = False  # K is a latent and V the rotated part of the key
+    limit: int | None = None  # tokens kept at most
+    state_bytes: int = 0  # of one sequence, however long
+    index_width: int = 0  # numbers per token besides K and V
     rate: int = 1
-    window_width: int = 0
-    buffer_width: int = 0
-    k_eq_v: bool = False
-    made: bool = False
-    sliding: str | None = None
+    window_width: int = 0  # numbers per token of a window next to entries
+    buffer_width: int = 0  # numbers of a token in no entry yet
+    k_eq_v: bool = False  # keys are made of values
+    made: bool = False  # and are not held
+    sliding: str | None = None  # what its window is packed by, if it is
 
     def geometry(self, dtype: torch.dtype) -> CacheGeometry:
         """Return the geometry of a cache of this layer alone."""
@@ -46,21 +42,34 @@ class LayerShape(NamedTuple):
         return CacheGeometry(1, self.heads, key_dim, value_dim, dtype, self.latent)
 
     def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
-        """Return the bytes that are held of the layer besides compressed K and V.
-
-        `packed`: whether keys of an index are 8-bit integers, all but the last 64 tokens' at least,
-        with a scale of four bytes per channel over 64 tokens, and whether its window is packed.
-        """
+        """Return the bytes of the layer besides compressed K and V, index and window `packed`."""
         if self.sliding is not None and packed:
-            from kvpact.integrations.packed_windows import window_bytes
-
-            return window_bytes(self, tokens, batch, itemsize)
+            return self._window_bytes(self.sliding, tokens, batch, itemsize)
         kept = tokens if self.limit is None else min(tokens, self.limit)
         entries, rest = divmod(tokens, self.rate)
         width = self.heads * (self.key_dim + self.value_dim)
         numbers = kept * (self.window_width if self.compressed else width)
         numbers += rest * self.buffer_width
         groups = max(entries // 64 - 1, 0) if packed and self.compressed else 0
+        # Integers, with four bytes of a scale per channel and group; the last 64 or more are exact.
         index = groups * (64 + 4) + (entries - 64 * groups) * itemsize
         whole = numbers * itemsize + self.index_width * index
         return batch * (whole + (self.state_bytes if tokens >= self.rate else 0))
+
+    def _window_bytes(self, sliding: str, tokens: int, batch: int, itemsize: int) -> int:
+        """Return the bytes of the packed window after so many tokens in one call."""
+        import torch
+
+        from kvpact.cache.stats import stream_facts
+
+        dtype = torch.float32 if itemsize == 4 else torch.float16
+        facts = stream_facts(parse_spec(sliding), self.geometry(dtype))
+        assert self.limit is not None
+        least = lcm(TILE, *(x.group for x in facts))
+        packed = [out_of_window(x.group, x.window, tokens) for x in facts]
+        ready = all(n >= x.learns_from for x, n in zip(facts, packed, strict=True))
+        first = max(min([tokens - self.limit, *packed]), 0) if ready else 0
+        pairs = zip(facts, packed, strict=True)
+        sizes = [segment_tokens(x.group, n - first + least) for x, n in pairs]
+        held = tokens - first // lcm(*sizes) * lcm(*sizes)
+        return sum(sum(x.held(held, batch, self.heads, itemsize).values()) for x in facts)

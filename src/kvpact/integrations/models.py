@@ -40,20 +40,16 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safeten
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model in PyPI packages, which are found but never imported.
-
-    `package`: the distribution whose version is the model's; `parts`: module and file of each part
-    of `gguf`; `megabytes`: room for the converted folder; `sha256`: of several parts together.
-    """
+    """A model in PyPI packages, which are found but never imported."""
 
     name: str
     title: str
-    package: str
-    parts: tuple[tuple[str, str], ...]
+    package: str  # the distribution whose version is the model's
+    parts: tuple[tuple[str, str], ...]  # module and file of each part of `gguf`
     gguf: str
-    megabytes: int
+    megabytes: int  # room for the converted folder
     install: str
-    sha256: str = ""
+    sha256: str = ""  # of several parts together
 
     def files(self) -> list[Path]:
         """Return the installed parts. Raises `BackendUnavailable`."""

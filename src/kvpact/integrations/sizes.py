@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 PARTS = ("slots", "factors", "sinks", "window", "unused")
 """Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
-MOST_LAYERS = 4096
-"""Of a model, which is built without weights to see what it caches."""
+MOST_LAYERS = 4096  # of a model, which is built without weights to see what it caches
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = ("4k", "32k", "128k")
 SPECS = (
@@ -45,7 +44,7 @@ SPECS = (
     "trellis:bits=2",
     "kivi:bits=2",
 )
-"""What is shown to whoever names no specs: from the most bytes to the fewest."""
+"""The specs that are shown where none is named, from the most bytes to the fewest."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +174,7 @@ def size(
     held = layers_of(model, dtype)
     held = values_alone(held) if k_eq_v else held
     if sliding is not None:
-        from kvpact.integrations.packed_windows import with_packed_windows
-
-        held = replace(held, shapes=with_packed_windows(held.shapes, sliding))
+        held = replace(held, shapes=_with_packed_windows(held.shapes, sliding))
     return SizeResult(
         model=str(model) if isinstance(model, str | PathLike) else None,
         positions=held.positions,
@@ -195,6 +192,14 @@ def size(
         ],
         unplanned=sorted({x for spec in asked for x in not_planned(spec, held)}),
     )
+
+
+def _with_packed_windows(shapes: Sequence[LayerShape], sliding: str | Spec) -> list[LayerShape]:
+    """Return shapes whose windows are packed by a spec. Raises `SpecError`."""
+    text, kind = str(parse_spec(sliding).with_options(sinks=0)), "sliding_attention"
+    if not any(shape.kind == kind for shape in shapes):
+        raise SpecError("no layer of this model has sliding attention alone: leave sliding out")
+    return [x._replace(sliding=text) if x.kind == kind else x for x in shapes]
 
 
 def length_of(tokens: int | str) -> int:

@@ -23,12 +23,9 @@ _TEXTS = (str, bytes, int, float, torch.dtype, torch.device, type(None))
 
 
 def read(module: Any, name: str, around: Sequence[Any] = (), gather: bool = False) -> Tensor | None:
-    """Return the numbers of a module's tensor, detached; None where it has no such tensor.
+    """Return the numbers of a module's tensor, None where it has none; raises `MismatchError`.
 
-    - `around`: modules in which it is, one of which may keep its weights elsewhere.
-    - `gather`: what `gathers` says of the model.
-
-    Raises `MismatchError` where the numbers can't be read, or there is no such attribute.
+    `around`: modules in which it is, one of which may keep its weights; `gather`: as of `gathers`.
     """
     x = getattr(module, name, module)
     if ismethod(x) and type(module).__module__.startswith("torch.ao."):
@@ -90,10 +87,7 @@ def plain(x: Any, gather: bool) -> Tensor | None:
 
 
 def pieces(name: str, x: Any, gather: bool) -> Iterator[tuple[str, Tensor | str]]:
-    """Yield plain tensors and texts that are all of an entry of a model's state.
-
-    Raises `MismatchError` where it has more.
-    """
+    """Yield plain tensors and texts that are all of an entry of a state; or `MismatchError`."""
     found = plain(x, gather) if isinstance(x, Tensor) else None
     if found is not None:
         yield name, found

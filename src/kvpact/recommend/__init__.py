@@ -1,14 +1,12 @@
 """Recommendation of a spec, or a recipe of specs by layer: KL predicted from gradients."""
 
 from kvpact.callable_package import let_call
-from kvpact.recommend.allocate import allocate
 from kvpact.recommend.base import Measured, RecipePlan, Recommendation, RecommendationError
-from kvpact.recommend.budget import budget_bytes
+from kvpact.recommend.budget import allocate, budget_bytes
 from kvpact.recommend.files import write_recommendation
-from kvpact.recommend.gradients import measure_sensitivity
+from kvpact.recommend.gradients import Sensitivity, measure_sensitivity
 from kvpact.recommend.measure import Survey
 from kvpact.recommend.run import plan, recommend, survey, verify
-from kvpact.recommend.sensitivity import Sensitivity
 
 __all__ = [
     "Measured",

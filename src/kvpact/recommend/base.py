@@ -16,8 +16,7 @@ from kvpact.files import aligned, size_text
 from kvpact.integrations.sizes import SizeResult
 
 SIDES = ("key", "value")
-Slot = tuple[int, str]
-"""A layer, and ``key`` or ``value``."""
+Slot = tuple[int, str]  # a layer, and ``key`` or ``value``
 
 
 class RecommendationError(KVPactError, ValueError):
@@ -297,7 +296,7 @@ class Recommendation:
 
     @property
     def lost(self) -> bool:
-        """Whether arguments of tool calls are lost: more than two standard errors."""
+        """True if arguments of tool calls are lost: more than two standard errors of them."""
         kept = self.kept
         return kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
 

@@ -109,11 +109,7 @@ def measured_row(
     *,
     made_of_it: bool = True,
 ) -> dict[str, Any]:
-    """Return a recipe's row on an evaluation: one line of its table.
-
-    ``percent`` is of the 16-bit cache's bytes at the plan's context; ``kl_predicted`` is there if
-    the plan was `made_of_it`, this text.
-    """
+    """Return a recipe's row on a text, with ``kl_predicted`` if the plan was `made_of_it`."""
     own = source == plan.recipe
     held = plan.recipe_bytes if own else plan.bytes_of(str(source))
     kl = plan.recipe_predicted if own else plan.of(str(source)).predicted
@@ -135,11 +131,7 @@ def recipe_text(
     measured: Mapping[str, Any],
     ladder: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    """Return a recipe's TOML (see `kvpact.recipe`): one spec, or those of `RecipePlan.recipe`.
-
-    `num_layers`: other models' caches refuse it. `measured`: the table ``measured``, with ``rows``;
-    `ladder`: the table of that name.
-    """
+    """Return a recipe's TOML: one spec, or `RecipePlan.recipe`; tables ``measured``, ``ladder``."""
     whole: Mapping[str, Any]
     whole = {"default": recipe, "layers": {}} if isinstance(recipe, str) else recipe
     lines = [f"# {line}" for line in head]

@@ -19,14 +19,14 @@ from kvpact.key_offset import KeyOffset
 from kvpact.methods.base import bytes_per_slot
 from kvpact.recommend.base import SIDES, Measured
 from kvpact.recommend.budget import layer_geometry, slot_bytes
-from kvpact.recommend.sensitivity import Sensitivity
+from kvpact.recommend.gradients import Sensitivity
 from kvpact.spec import parse_spec
 
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.attention.seen import Seen
 
 LADDER = (*(f"trellis:bits={bits}" for bits in range(2, 7)), "int:bits=8", "none")
-"""What K or V of a layer may have in a recipe, from the fewest bytes to the most."""
+"""The specs that K or V of a layer may have in a recipe, from the fewest bytes to the most."""
 
 CANDIDATES = (
     *LADDER[:-1],
@@ -42,31 +42,23 @@ CANDIDATES = (
 
 
 class Costs(NamedTuple):
-    """The costs of one spec by layer: `key`, `value`: ``[2, draws]`` costs, and expected ones.
+    """The costs of one spec by layer."""
 
-    `shrunk`: layer -> what V loses in length (see `Sensitivity`).
-    """
-
-    key: dict[int, Tensor]
+    key: dict[int, Tensor]  # ``[2, draws]``: costs, and expected ones
     value: dict[int, Tensor]
-    shrunk: dict[int, float]
+    shrunk: dict[int, float]  # what V loses in length, see `Sensitivity`
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The measurements of a model on a text, for plans of any budget.
+    """The measurements of a model on a text, for plans of any budget."""
 
-    `seen`: queries, K and V of the text; `costs`: of each spec; `draws`: random directions of the
-    gradients; `left_out`: specs that the model's K and V do not allow, and why; `notes`: large key
-    biases and outlier channels; `tokens`: of the text.
-    """
-
-    seen: Seen
-    costs: Mapping[str, Costs]
-    draws: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
-    tokens: int
+    seen: Seen  # queries, K and V of the text
+    costs: Mapping[str, Costs]  # of each spec
+    draws: int  # random directions of the gradients
+    left_out: tuple[str, ...]  # specs that the model's K and V do not allow, and why
+    notes: tuple[str, ...]  # large key biases and outlier channels
+    tokens: int  # of the text
 
 
 def _refusal(spec: str, seen: Seen) -> str:

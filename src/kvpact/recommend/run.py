@@ -19,7 +19,6 @@ from kvpact.integrations.models import first_tokens, opened
 from kvpact.integrations.sizes import size
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike
-from kvpact.recommend.allocate import Rung, allocate
 from kvpact.recommend.base import (
     Measured,
     RecipePlan,
@@ -29,7 +28,15 @@ from kvpact.recommend.base import (
     Slot,
     predicted,
 )
-from kvpact.recommend.budget import budget_bytes, check_budget, exact_sizes, is_spec, slot_bytes
+from kvpact.recommend.budget import (
+    Rung,
+    allocate,
+    budget_bytes,
+    check_budget,
+    exact_sizes,
+    is_spec,
+    slot_bytes,
+)
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
 
@@ -41,8 +48,7 @@ if TYPE_CHECKING:
 FEWEST_DRAWS, MOST_DRAWS = 4, 8
 _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens decide
 
-CODING = 0.7
-"""Time in which all candidates code a chunk in all layers, in forward passes over it."""
+CODING = 0.7  # time in which all candidates code a chunk in all layers, in forward passes over it
 
 CALLS, QUESTION = 10, 256
 """Time that questions after a context take, in forward passes; tokens that one has at most."""

@@ -124,7 +124,7 @@ class AppendChecks(CacheKit):
 
 
 class ExactChecks(CacheKit):
-    """Which tokens read back as they were given."""
+    """Checks of the tokens that read back as they were given."""
 
     @depends_on("bytes")
     def test_new_tokens_sinks_and_window_are_exact(self) -> None:

@@ -35,7 +35,7 @@ def without(contract: type, keep: Callable[[str], bool]) -> dict[str, None]:
     contract : type
         A class of checks.
     keep : callable
-        Told what a check depends on (`depends_on`; empty for the others), says whether it stays.
+        Given what a check depends on (`depends_on`; empty for others), returns whether it stays.
     """
     names = (name for name in dir(contract) if name.startswith("test_"))
     return {

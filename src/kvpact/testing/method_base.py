@@ -20,10 +20,7 @@ Arrays = dict[str, Tensor]
 
 
 def both_sides(reason: Reason | None = None) -> Callable[[Check], Check]:
-    """Make a check for K and for V, and say what it depends on (see `depends_on`).
-
-    It stands on each check: on a class of checks it would reach all that a subclass inherits.
-    """
+    """Make a check for K and for V, and say what it depends on (see `depends_on`)."""
     sides = pytest.mark.parametrize("side", ["key", "value"])
     return lambda check: sides(check if reason is None else depends_on(reason)(check))
 

@@ -10,66 +10,56 @@ from torch import Tensor
 
 from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.methods import Codec, bytes_per_slot
+from kvpact.testing import method_base
 from kvpact.testing.data import Shape, floats, integers, random_tokens
 from kvpact.testing.held import difference, held_bytes, same_bytes
-from kvpact.testing.method_base import (
-    Arrays,
-    MethodKit,
-    allocate,
-    both_sides,
-    capacity,
-    decode_storage,
-    relative_error,
-    stored,
-    write,
-)
 
 
-class SlotChecks(MethodKit):
+class SlotChecks(method_base.MethodKit):
     """A codec's fields in storage."""
 
-    @both_sides("bytes")
+    @method_base.both_sides("bytes")
     def test_storage_gives_back_what_was_written(self, side: str, shape: Shape) -> None:
         """Arrays read from storage decode to the same numbers, bit for bit."""
         codec, x = self.sample(side, shape)
         arrays, count = codec.encode(x), x.shape[2]
-        storage = allocate(codec, x, capacity(codec, count))
-        write(codec, storage, 0, arrays)
+        storage = method_base.allocate(codec, x, method_base.capacity(codec, count))
+        method_base.write(codec, storage, 0, arrays)
         for field in codec.fields:
             units = count // codec.group if field.per_group else count
             read = field.read(storage[field.name])[:, :, :units]
             assert same_bytes(read, arrays[field.name]), field.name
-        decoded = decode_storage(codec, storage)[:, :, :count]
+        decoded = method_base.decode_storage(codec, storage)[:, :, :count]
         assert same_bytes(decoded, codec.decode(arrays))
 
-    @both_sides()
+    @method_base.both_sides()
     def test_pieces_are_the_whole(self, side: str, shape: Shape) -> None:
         """Written in pieces or at once, cleared and written again: the same bytes."""
         codec, x = self.sample(side, shape)
-        whole = stored(codec, x)
-        pieces = allocate(codec, x, capacity(codec, x.shape[2]))
+        whole = method_base.stored(codec, x)
+        pieces = method_base.allocate(codec, x, method_base.capacity(codec, x.shape[2]))
         step, start = codec.group if codec.group > 1 else 23, 0
         while start < x.shape[2]:
             part = x[:, :, start : start + step]
-            write(codec, pieces, start, codec.encode(part))
+            method_base.write(codec, pieces, start, codec.encode(part))
             start += part.shape[2]
         assert not difference(whole, pieces)
         kept = x.shape[2] // 2 // codec.group * codec.group
         for field in codec.fields:
             field.clear_from(pieces[field.name], kept)
-        cleared = allocate(codec, x, capacity(codec, x.shape[2]))
+        cleared = method_base.allocate(codec, x, method_base.capacity(codec, x.shape[2]))
         if kept:
-            write(codec, cleared, 0, codec.encode(x[:, :, :kept]))
+            method_base.write(codec, cleared, 0, codec.encode(x[:, :, :kept]))
         assert not difference(cleared, pieces)
-        write(codec, pieces, kept, codec.encode(x[:, :, kept:]))
+        method_base.write(codec, pieces, kept, codec.encode(x[:, :, kept:]))
         assert not difference(whole, pieces)
 
-    @both_sides("bytes")
+    @method_base.both_sides("bytes")
     def test_bytes_are_those_declared(self, side: str, shape: Shape) -> None:
         """`bytes_per_slot` is what storage takes, and the fields know their storage's shape."""
         codec, x = self.sample(side, shape)
-        tokens = capacity(codec, 2 * x.shape[2])
-        storage = allocate(codec, x, tokens)
+        tokens = method_base.capacity(codec, 2 * x.shape[2])
+        storage = method_base.allocate(codec, x, tokens)
         for field in codec.fields:
             units = tokens // field.tokens
             wanted = (*x.shape[:2], units, *field.shape)
@@ -79,21 +69,21 @@ class SlotChecks(MethodKit):
         rows = x.shape[0] * x.shape[1]
         assert held_bytes(storage) == bytes_per_slot(codec) * tokens * rows
 
-    @both_sides("bytes")
+    @method_base.both_sides("bytes")
     def test_unused_slots_are_zero_and_never_read(self, side: str) -> None:
         """Slots that nobody wrote are zero; garbage in them doesn't change what is read."""
         for dim in (64, 96):
             codec = self.codec(side, dim)
             used = codec.group if codec.group > 1 else 63
             x = random_tokens(2, 1, used, dim)
-            storage = stored(codec, x, 4 * max(used, 64))
-            wanted = decode_storage(codec, storage)[:, :, :used].clone()
+            storage = method_base.stored(codec, x, 4 * max(used, 64))
+            wanted = method_base.decode_storage(codec, storage)[:, :, :used].clone()
             for field in codec.fields:
                 first = -(-used // field.tokens)
                 unused = storage[field.name][:, :, first:]
                 assert not unused.contiguous().flatten().view(torch.uint8).any(), field.name
                 unused.fill_(torch.nan if field.dtype.is_floating_point else 0xAA - 0x55)
-            assert same_bytes(decode_storage(codec, storage)[:, :, :used], wanted)
+            assert same_bytes(method_base.decode_storage(codec, storage)[:, :, :used], wanted)
 
     def _grouped(self, side: str, dim: int, heads: int = 1) -> Codec:
         codec = self.codec(side, dim, heads=heads)
@@ -101,7 +91,7 @@ class SlotChecks(MethodKit):
             pytest.skip("no groups of tokens")
         return codec
 
-    @both_sides("groups")
+    @method_base.both_sides("groups")
     def test_a_cut_group_continues(self, side: str) -> None:
         """After a rollback into a group its side information stays and codes new tokens."""
         for dim in (64, 80):
@@ -109,8 +99,8 @@ class SlotChecks(MethodKit):
             x = random_tokens(2, 2, 2 * codec.group, dim, offset=2.0)
             new = random_tokens(2, 2, codec.group, dim, seed=1, offset=2.0)
             for kept in (1, codec.group // 2 + 1, codec.group - 1):
-                storage, cut = stored(codec, x), codec.group + kept
-                before = decode_storage(codec, storage)[:, :, :cut].clone()
+                storage, cut = method_base.stored(codec, x), codec.group + kept
+                before = method_base.decode_storage(codec, storage)[:, :, :cut].clone()
                 for field in codec.fields:
                     field.clear_from(storage[field.name], cut)
                 frozen = {
@@ -121,13 +111,13 @@ class SlotChecks(MethodKit):
                 arrays = codec.encode(new[:, :, kept:], frozen)
                 per_token = {field.name for field in codec.fields if not field.per_group}
                 assert set(arrays) == per_token, "a frozen group's side information came again"
-                write(codec, storage, cut, arrays)
-                decoded = decode_storage(codec, storage)
+                method_base.write(codec, storage, cut, arrays)
+                decoded = method_base.decode_storage(codec, storage)
                 assert same_bytes(decoded[:, :, :cut], before)
                 again = codec.transform.inverse(decoded[:, :, cut:])
-                assert relative_error(new[:, :, kept:], again) < self.max_relative_error
+                assert method_base.relative_error(new[:, :, kept:], again) < self.max_relative_error
 
-    @both_sides("groups")
+    @method_base.both_sides("groups")
     def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
         """Whatever a group held, ordinary tokens after a cut are taken, hard ones or refused."""
         codec = self._grouped(side, 64)
@@ -144,7 +134,7 @@ class SlotChecks(MethodKit):
                     continue
                 assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
-    @both_sides("groups")
+    @method_base.both_sides("groups")
     def test_what_is_in_range_fits_every_group(self, side: str) -> None:
         """A codec with groups encodes later than tokens come: `check_range` has to suffice."""
         for dim in (1, 64, 80):
@@ -161,7 +151,7 @@ class SlotChecks(MethodKit):
             with pytest.raises(NonFiniteError):
                 codec.check_range(floats(*[3e38] * dim).view(1, 1, 1, dim))
 
-    @both_sides("bias")
+    @method_base.both_sides("bias")
     def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
         """A codec with a bias gives it apart, finite, in the same space."""
         codec = self.codec(side, 96, heads=2)
@@ -174,7 +164,7 @@ class SlotChecks(MethodKit):
         assert bool(bias.any())
 
 
-def _side_information(codec: Codec, arrays: Arrays) -> Arrays:
+def _side_information(codec: Codec, arrays: method_base.Arrays) -> method_base.Arrays:
     """Return what a group holds besides its codes."""
     return {field.name: arrays[field.name] for field in codec.fields if field.per_group}
 

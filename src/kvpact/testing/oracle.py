@@ -160,10 +160,7 @@ class StreamOracle:
             self.offset = self.offset.begun_at(origin and tuple(origin[i] for i in rows))
 
     def read(self, padding: Sequence[int]) -> Tensor:
-        """Return what a cache should show, `[B, H, length, D]`.
-
-        A row's sinks are the tokens that follow its left padding, of so many tokens.
-        """
+        """Return what a cache should show, `[B, H, length, D]`; sinks follow each row's padding."""
         assert self.given is not None and self.shown is not None
         x = self.given.clone()
         x[:, :, : self.packed] = self.shown

@@ -13,8 +13,7 @@ from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, list_methods
 from kvpact.spec import parse_spec
 
-_ALIASES = {"q8_0": 0.0067, "tq3": 0.265}
-"""Aliases with sinks and window of 0, as they are written."""
+_ALIASES = {"q8_0": 0.0067, "tq3": 0.265}  # aliases with sinks and window of 0, as they are written
 
 _MIXED = {
     "int:bits=8,sinks=2/turboquant:bits=3,window=7": 0.192,

@@ -52,7 +52,7 @@ class StoreKit:
         return MemoryStore(**options)
 
     def tamper(self, store: Store, key: str, edit: Callable[[bytes], bytes]) -> None:
-        """Change what is held for `key`, behind the store's back."""
+        """Change what is held for `key` without the store's own methods."""
         raise NotImplementedError
 
     @pytest.fixture

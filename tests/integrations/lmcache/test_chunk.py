@@ -8,7 +8,7 @@ import torch
 from kvpact import KVCacheCompressor, errors
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, CPUPages
-from kvpact.integrations.lmcache.serde import key_hash
+from kvpact.integrations.lmcache.server import key_hash
 from kvpact.stores.records import seal, unseal
 from kvpact.testing.held import same_bytes
 

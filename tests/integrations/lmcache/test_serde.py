@@ -13,8 +13,7 @@ from kvpact import errors
 from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache import main, register, server
 from kvpact.integrations.lmcache.layout import ChunkLayout
-from kvpact.integrations.lmcache.serde import KVPactSerde, key_hash
-from kvpact.integrations.lmcache.server import Served, StatusModule, build_server_modules
+from kvpact.integrations.lmcache.server import KVPactSerde, Served, StatusModule, key_hash
 from kvpact.stores.records import seal, unseal
 from kvpact.testing.held import same_bytes
 
@@ -200,7 +199,7 @@ def test_the_servers_status_has_the_counts(x):
     assert [one["stored"] for one in module.report_status()["kvpact"]] == [1]
     module.close()
     context = SimpleNamespace(storage_manager=None)
-    assert build_server_modules(SimpleNamespace(server_context=context)).context is context
+    assert server.build_server_modules(SimpleNamespace(server_context=context)).context is context
 
 
 def test_missing_engines_are_named(monkeypatch):

@@ -9,8 +9,7 @@ from vllm_pages import make_layer
 
 from kvpact.cache.paged.pool import PageSource
 from kvpact.contract import AttendConfig
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row
 from kvpact.integrations.vllm.calibrated import of_rank
 from kvpact.kernels.torch.slots import TorchEncoder

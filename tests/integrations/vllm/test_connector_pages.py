@@ -8,8 +8,7 @@ from kvpact import PrefixCache, create_cache
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row
 from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.setting import native_plan

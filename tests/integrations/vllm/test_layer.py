@@ -10,8 +10,7 @@ from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row
 from kvpact.spec import parse_spec
 

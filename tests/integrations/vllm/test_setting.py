@@ -11,7 +11,7 @@ from kvpact.calibration import Calibration, LayerCalibration
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import learnt_of
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import codecs
 from kvpact.integrations.vllm import CALIBRATION, SETTING, register, served_specs
 from kvpact.integrations.vllm.calibrated import known_of, named
 from kvpact.integrations.vllm.setting import native_plan

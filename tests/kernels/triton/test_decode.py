@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.kernels.torch.slots import decode_slots
-from kvpact.kernels.triton.decode.decode import decode_triton
+from kvpact.kernels.triton.decode.kernel import decode_triton
 from kvpact.testing.data import by_name
 
 NARROW = (64, 20, 33, 80, 1, 3, 96)

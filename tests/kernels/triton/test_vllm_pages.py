@@ -12,8 +12,7 @@ from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.pages.damage import Watch
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import WindowPool
 from kvpact.integrations.vllm.setting import native_plan
 from kvpact.kernels import choose

@@ -76,10 +76,7 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
 
 
 class Watch:
-    """Flags of all layers, for the `rows` of the batch that runs, by the page of a row's end.
-
-    Whoever makes the next batch reads all at once, so that no step waits for a check.
-    """
+    """Flags of all layers for the batch that runs, by the page of a row's end; all read at once."""
 
     def __init__(self, device: str) -> None:
         self.rows: Sequence[Row] = ()

@@ -36,7 +36,7 @@ from kvpact.snapshot.pages import sent
 
 _Part = tuple[Row, Window]
 _Writers = list[tuple[Encoder, Any]]
-"""What writes a row's K and V, and what it writes; None for keys that wait for their group."""
+"""The writers of a row's K and V, with the tokens; None for keys that wait for their group."""
 
 
 class _Batch(NamedTuple):
@@ -57,11 +57,8 @@ class _Batch(NamedTuple):
 class PagedLayer:
     """K and V of one layer in the pages that an engine allocated; not for two threads at once.
 
-    - `pages`: `[P, H, N, C]` uint8, see `PageForm.fields`; `windows`: the layer's exact tokens.
-    - `good`: given where the plan defers its checks: `[P]` bool on the device, False for the page
-      of a row's last token where one of its tokens can't be stored; its reader marks `damage`.
-    - `latent`: K and V are MLA latents and rotated keys, of one head; queries are absorbed.
-    - `damage`: the pages that hold tokens which could not be stored.
+    `good`: given where the plan defers its checks: `[P]` bool on the device, False for the page of
+    a row's last token where one of its tokens can't be stored; its reader marks `damage`.
     """
 
     def __init__(
@@ -336,10 +333,7 @@ class PagedLayer:
             x = window.memories[0].tokens(start, end if new is None else row.held)
             x = x if new is None else torch.cat([x, new], 2)[:, :, : end - start]
             source, alone = self._sources[row.pages][0], -start % self._group
-            for plan, first, last in (
-                (self._singly, 0, alone),
-                (self._plan.k, alone, end - start),
-            ):
+            for plan, first, last in ((self._singly, 0, alone), (self._plan.k, alone, end - start)):
                 if first < last:
                     encoder, what = plan.prepare(x[:, :, first:last])
                     encoder.write(what, source, start + first)

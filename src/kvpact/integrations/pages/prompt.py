@@ -20,33 +20,24 @@ FEW = 32
 """So many new tokens of a sequence, or fewer, are attended over its packed slots: to decode all
 that came before them takes longer."""
 
-PAGE = 128
-"""Tokens of a scratch page."""
+PAGE = 128  # tokens of a scratch page
 
-_PIECE = 1024
-"""Tokens that are decoded at a time."""
+_PIECE = 1024  # tokens that are decoded at a time
 
 Pages = tuple[Tensor, Tensor]
 """Of K and V: `[pages, H, PAGE, D]`, in the order of numbers that the kernel likes."""
 
 
 class Sequences(NamedTuple):
-    """Sequences that one call of a kernel attends over, all int32.
+    """Sequences that one call of a kernel attends over, all int32."""
 
-    `starts`: `[n + 1]`, where new tokens begin in the call, and end; `lengths`: `[n]`, new ones
-    included; `tables`: `[n, most]` pages.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    tables: Tensor
+    starts: Tensor  # `[n + 1]`, where new tokens begin in the call, and end
+    lengths: Tensor  # `[n]`, new ones included
+    tables: Tensor  # `[n, most]` pages
 
 
 class Scratch:
-    """Pages of exact tokens for one call at a time, for all layers; `kernel` attends over them.
-
-    `tokens`: of the longest sequence, at least; `nbytes`: memory, once such a one has come.
-    """
+    """Pages of exact tokens, `tokens` at least, for one call at a time, which `kernel` attends."""
 
     def __init__(self, kernel: Any, heads: int, dim: int, dtype: torch.dtype, tokens: int) -> None:
         self.kernel, self._count = kernel, -(-tokens // PAGE)
@@ -55,6 +46,7 @@ class Scratch:
         self.pages: Pages = (whole[:, :, :PAGE], whole[:, :, PAGE:])
         self._piece = torch.empty(2, _PIECE, heads, dim, dtype=dtype, device="cpu")
         self._slots = torch.arange(self._count * PAGE, dtype=torch.int64, device="cpu")
+        # Once the longest sequence has come.
         self.nbytes = whole.nbytes + self._piece.nbytes + self._slots.nbytes
 
     def plan(self, rows: Sequence[Row]) -> list[PromptRun]:
@@ -105,15 +97,12 @@ class Scratch:
 
 
 class PromptRun(NamedTuple):
-    """Rows of a batch, side by side, that one call of the kernel takes: the same in all layers.
-
-    `places`: of each row's tokens in the scratch pages, the new ones last.
-    """
+    """Rows of a batch, side by side, that one call of the kernel takes: the same in all layers."""
 
     rows: list[Row]
     scratch: Scratch
     sequences: Sequences
-    places: list[Tensor]
+    places: list[Tensor]  # of each row's tokens in the scratch pages, the new ones last
     schedule: Any
 
     @property

@@ -18,8 +18,7 @@ from kvpact.cache.stream.advance import advance
 from kvpact.kernels import TokenMemory
 
 _CPU = torch.device("cpu")
-SLACK = 16
-"""Tokens of room after a window; when they are used up, it is moved to the front."""
+SLACK = 16  # tokens of room after a window; when they are used up, it is moved to the front
 
 
 class Row(NamedTuple):
@@ -37,11 +36,9 @@ class Row(NamedTuple):
 
 
 def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
-    """Return the rows of a batch in parts, of which each reads what the earlier ones stored.
-
-    vLLM offers a page to others once the tokens that fill it are scheduled, in the same batch too.
-    """
+    """Return the rows of a batch in parts, of which each reads what the earlier ones stored."""
     parts, left = [], list(rows)
+    # vLLM offers a page to others once the tokens that fill it are scheduled, also in a batch.
     while left:
         filled = {
             page
@@ -57,16 +54,12 @@ def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
 
 
 class Window:
-    """Exact copies of a sequence's last tokens in one layer.
-
-    `slot`: where in the pool, or -1; `memories`: of K and V, which begin at the same token;
-    `packed`: keys from here on have no slots yet, where groups of them are packed together.
-    """
+    """Exact copies of a sequence's last tokens in one layer; keys before `packed` have slots."""
 
     __slots__ = ("end", "first", "memories", "packed", "slot")
 
     def __init__(self, slot: int, held: int, memories: tuple[TokenMemory, TokenMemory]) -> None:
-        self.slot, self.memories = slot, memories
+        self.slot, self.memories = slot, memories  # in the pool, or -1; of K and V
         self.first = self.end = self.packed = held
 
 
@@ -79,12 +72,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class WindowPool:
-    """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
+    """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last."""
 
-    `shapes`: heads and width of K and of V. `lost`: called with a window that gives way to another
-    and the page by which it is known; of no other that is forgotten somebody reads the page.
-    """
-
+    # Called with the page and the window that gives way to another: its page may still be read.
     lost: Callable[[int, Window], None] | None = None
 
     def __init__(

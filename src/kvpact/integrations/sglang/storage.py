@@ -57,7 +57,7 @@ class KVPactStorage(HiCacheStorage):  # type: ignore[misc, unused-ignore]
         if storage_config.is_mla_model:
             raise GeometryError("latents (MLA) are not covered: leave the storage backend out")
         if not storage_config.model_name:
-            raise SpecError("SGLang gave no name of the model, which pages are told apart by")
+            raise SpecError("SGLang gave no name of the model, by which pages are distinguished")
         self._owner = [str(getattr(storage_config, name)) for name in _SIDES]
         self._spec, self._calibration = given["spec"], given.get("calibration")
         if not isinstance(self._calibration, str | None):

@@ -37,8 +37,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import NOTHING, Known, learnt_of
 from kvpact.integrations.calibrations import learning
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import check_serves, codecs
+from kvpact.integrations.pages.page import PageForm, check_serves, codecs
 from kvpact.integrations.pages.window import SLACK, Row, WindowPool
 from kvpact.integrations.transformers.attention.forward import Loan, choose_attention, given_back
 from kvpact.integrations.transformers.attention.learnt import calibration_of
@@ -51,24 +50,20 @@ from kvpact.spec import DEFAULT_SPEC, Spec, parse_spec
 from kvpact.units import TILE
 
 _PAGES = "the pages of continuous batching"
-_WINDOWS = 128
-"""Requests at most that have windows; of more at a time, those that came last."""
+_WINDOWS = 128  # requests at most that have windows; of more at a time, those that came last
 
 _SECTOR = 32 << 20
 """Bytes of a sector, of which a pool has two in vain, where blocks fit better in larger ones."""
 
 
 class Served(NamedTuple):
-    """What the layers of a model hold, by their numbers; `windows`: requests that have some.
-
-    `shape`: KV heads and width; `calls`: where requests are counted.
-    """
+    """Specs and plans of the layers of a model, by their numbers."""
 
     specs: list[Spec]
     plans: list[Plan]
-    windows: int
-    shape: tuple[int, int]
-    calls: ServedCalls
+    windows: int  # requests that have some
+    shape: tuple[int, int]  # KV heads and width
+    calls: ServedCalls  # where requests are counted
 
     def forms(self, layers: Sequence[int], tokens: int) -> list[PageForm]:
         """Return the forms of some layers' pages. Raises `GeometryError`."""
@@ -260,10 +255,7 @@ def _paged(spec: Spec) -> Spec:
 
 
 def served_specs(specs: Sequence[Spec]) -> list[Spec]:
-    """Return what the pages of each layer hold: the default spec without sinks and means.
-
-    Raises `SpecError` for others that pages can't hold.
-    """
+    """Return what pages hold of specs, the default one without sinks and means; or `SpecError`."""
     default = parse_spec(DEFAULT_SPEC)
     for spec in dict.fromkeys(specs):
         wanted = _paged(spec)
@@ -284,11 +276,7 @@ def make_manager(
     backend: str,
     calls: ServedCalls,
 ) -> Any:
-    """Return the manager that `method` makes, with packed pages.
-
-    `calibration`: None to find or make the model's; `calls` counts requests. Raises `EnableError`,
-    `SpecError`.
-    """
+    """Return the manager that `method` makes, with packed pages; or `EnableError`, `SpecError`."""
     config = model.config.get_text_config(decoder=True)
     if model.device.type != "cpu":
         raise EnableError(

@@ -20,11 +20,12 @@ from kvpact.calibration import Calibration
 from kvpact.callable_package import tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import is_of_others
+from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.evict import Evicting
+from kvpact.integrations.transformers.held.calls import BEFORE, PLAIN
 from kvpact.integrations.transformers.held.gaps import gaps_of
 from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
-from kvpact.integrations.transformers.held.told import BEFORE, PLAIN
 from kvpact.integrations.transformers.layers.engine_layers import (
     CrossAttentionLayer,
     checked,
@@ -52,11 +53,6 @@ from kvpact.integrations.transformers.model.facts import (
 from kvpact.integrations.transformers.model.fallback import warn
 from kvpact.integrations.transformers.model.guesses import CACHE_MEANT, config_of, meant_spec
 from kvpact.integrations.transformers.model.offsets import offsets_of
-from kvpact.integrations.transformers.versions import (
-    LAYER_CLASSES,
-    PreTrainedConfig,
-    drops_cache_at,
-)
 from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
@@ -145,7 +141,7 @@ class CompressedCache(Evicting):
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | None = None,
+        model: PreTrainedModel | versions.PreTrainedConfig | None = None,
         spec: SpecLike = DEFAULT_SPEC,
         *,
         attention: str = "auto",
@@ -198,7 +194,7 @@ class CompressedCache(Evicting):
                 own: Any = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
                 own = CompressedHybridLayer if kind == "hybrid" else own
                 if kind in ENTRIES:
-                    own = entries_class(LAYER_CLASSES[kind])
+                    own = entries_class(versions.LAYER_CLASSES[kind])
                 if index in makers:
                     own, more = CompressedValueLayer, {"keys": makers[index]}
                 layers.append(own(shared, next(indices), **more))
@@ -207,20 +203,17 @@ class CompressedCache(Evicting):
                 layers.append(CompressedSlidingLayer(rings, next(ring), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
-                plain = CrossAttentionLayer if kind == CROSS else LAYER_CLASSES[kind]
+                plain = CrossAttentionLayer if kind == CROSS else versions.LAYER_CLASSES[kind]
                 layers.append(plain(**more))
         super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
         self._model = ref(model) if isinstance(model, torch.nn.Module) else None
-        self._dropped_at = drops_cache_at(decoder)
+        self._dropped_at = versions.drops_cache_at(decoder)
 
     def __bool__(self) -> bool:
-        """Return whether there is a cache to be used, or dropped: Phi-3's `generate` asks that.
-
-        Where its rotation switches factors, it goes on without a cache that holds fewer tokens. An
-        empty one is none to drop; of another one this says that it will be.
-        """
+        """Return False where Phi-3's `generate` may drop the cache; warn of what is dropped."""
         if self._dropped_at is None:
             return True
+        # An empty cache is none to drop.
         held, caller = self.get_seq_length(), sys._getframe(1)
         if 0 < held <= self._dropped_at and caller.f_code.co_name.startswith("prepare_inputs"):
             ids = caller.f_locals.get("input_ids")

@@ -16,17 +16,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
+from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.model.guesses import config_of, meant_spec, unwrapped
 from kvpact.integrations.transformers.served import ServedCalls, tell_of_exact, watch_no_calls
-from kvpact.integrations.transformers.versions import (
-    CACHE,
-    CACHE_NAMES,
-    DRAFTS_CACHE,
-    check_batching,
-    expect_crops,
-)
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
@@ -40,10 +34,7 @@ _lock = threading.Lock()
 
 
 class _Hook:
-    """An attribute of a model in front of a method of its class, until it is removed.
-
-    A copy of the model has a copy of it; a pickled model has none (`_State`), and needs no kvpact.
-    """
+    """An attribute of a model in front of a method of its class; copied with it, never pickled."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         # Weakly, so that a model is freed when its last user drops it, as without the hook.
@@ -117,7 +108,7 @@ class _Batching(_Hook):
     """A hook in front of `init_continuous_batching`, whose managers get packed pages."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check_batching()
+        versions.check_batching()
         from kvpact.integrations.transformers.batching import make_manager
 
         maker, method = vars(self.model)[PREPARE], partial(self.method, *args, **kwargs)
@@ -162,11 +153,11 @@ class _CacheMaker(_Hook):
     ) -> Any:
         """Prepare a cache as the model's class does, then replace it in `model_kwargs`."""
         mode = args[0] if args else kwargs.get("generation_mode")
-        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+        given = any(model_kwargs.get(name) is not None for name in versions.CACHE_NAMES)
         if given or generation_config.use_cache is False:
             return self.method(generation_config, model_kwargs, *args, **kwargs)
         kind, draft = generation_config.cache_implementation, generation_config.is_assistant
-        if kind not in (None, "dynamic") and not (draft and kind == DRAFTS_CACHE):
+        if kind not in (None, "dynamic") and not (draft and kind == versions.DRAFTS_CACHE):
             raise EnableError(
                 f"cache_implementation={kind!r} asks for another cache than the one that `enable` "
                 "has set: leave it out, or disable(model) first"
@@ -178,15 +169,15 @@ class _CacheMaker(_Hook):
             )
         before = set(model_kwargs)
         result = self.method(generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get(CACHE)
+        made = model_kwargs.get(versions.CACHE)
         if set(model_kwargs) == before:  # transformers 5.0 leaves it to the model
             made = DynamicCache()
             if self.model.config.is_encoder_decoder:
                 made = EncoderDecoderCache(made, DynamicCache())
         cache = self._compressed(made)
         if draft or mode == GenerationMode.ASSISTED_GENERATION:
-            expect_crops(cache, draft)
-        model_kwargs[CACHE] = cache
+            versions.expect_crops(cache, draft)
+        model_kwargs[versions.CACHE] = cache
         return result
 
     def _compressed(self, made: Any) -> Any:
@@ -300,7 +291,7 @@ def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled
     if options.get("check") == "deferred":
         raise EnableError(
             "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "
-            f"{CACHE}=CompressedCache(model, ..., check='deferred') and call its verify()"
+            f"{versions.CACHE}=CompressedCache(model, ..., check='deferred') and call its verify()"
         )
     maker = _CacheMaker(model, spec, options)
     with _lock:
@@ -353,7 +344,7 @@ def check_servable(model: Any) -> None:
     if not {"generation_config", "model_kwargs"} <= set(prepare.parameters):
         raise EnableError(
             f"{name} makes its cache in a way of its own, which kvpact can't replace: pass "
-            f"{CACHE}=CompressedCache(model, ...) where it takes one"
+            f"{versions.CACHE}=CompressedCache(model, ...) where it takes one"
         )
     if not _prepares(kind):
         parts = [

@@ -65,8 +65,7 @@ class FirstLayer(NamedTuple):
 class UpdateOrder:
     """Follows the updates of a cache: a call's first layer, twice in a row, is cross-attention's.
 
-    Within a call the updates of a model's own attention climb from layer to layer. A model of one
-    layer repeats it in every call, so there nobody can tell (`watched` is false).
+    A model of one layer repeats it in every call, so there nobody can tell (`watched` is false).
     """
 
     def __init__(self, watched: bool) -> None:
@@ -109,11 +108,7 @@ def may_cross_attend(*configs: Any) -> bool:
 
 
 class TransformersCache(Summarized, Cache):
-    """transformers' `Cache` whose compressed layers are the layers of one kvpact cache.
-
-    `crosses`: whether the config tells of cross-attention (`may_cross_attend`); `sparse`: whether
-    some layers choose the tokens that they attend to (`choose_attention`).
-    """
+    """transformers' `Cache` whose compressed layers are the layers of one kvpact cache."""
 
     __reduce_ex__ = refuse_pickling
     _model: ref[torch.nn.Module] | None = None
@@ -171,11 +166,7 @@ class TransformersCache(Summarized, Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Give a layer new tokens; return what stands for K and V of all.
-
-        Raises `GeometryError` where a model with cross-attention has no cache for that; the cache
-        is as before the call then.
-        """
+        """Give a layer new tokens, or raise `GeometryError`; return K and V of all."""
         if layer_idx >= len(self.layers):
             raise LayerIndexError(
                 f"the model has a layer {layer_idx}, its cache is for {len(self.layers)} layers: "
@@ -214,13 +205,11 @@ class TransformersCache(Summarized, Cache):
         return sizes
 
     def _kept(self, length: int) -> int:
-        """Return how many of a layer's tokens are kept: a call that failed never got to the last.
-
-        While a call runs, no layer is asked that it has reached already. Who fills layers by hand
-        asks for no mask.
-        """
+        """Return how many of a layer's tokens are kept: a failed call never reached the last."""
         end: Any = self.layers[self._last]
         kept: int = end.get_seq_length()
+        # While a call runs, no layer is asked that it has reached already. Who fills layers by hand
+        # asks for no mask.
         if length <= kept or not self._called or torch.compiler.is_compiling():
             return length
         return kept if kept or self._reaches_last() else length

@@ -27,8 +27,7 @@ from kvpact.kernels.triton.backend import installed
 if TYPE_CHECKING:
     from kvpact.kernels.triton.step.step import TritonStep
 
-ROOM = 256
-"""Tokens for which room is made at a time."""
+ROOM = 256  # tokens for which room is made at a time
 _WARM = 3
 
 

@@ -21,7 +21,7 @@ from kvpact.integrations.fingerprint import (
 )
 from kvpact.integrations.transformers.attention.learnt import calibration_of
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.held.told import watch
+from kvpact.integrations.transformers.held.calls import watch
 from kvpact.integrations.transformers.layers.engine_layers import record_shapes
 from kvpact.integrations.transformers.model.facts import ENTRIES, layer_facts
 from kvpact.integrations.transformers.model.offsets import entries, rope_by_length
@@ -42,10 +42,7 @@ _FORGETFUL = {"falcon_mamba", "jamba", "zamba"}
 
 
 class TextPrefixes(PrefixCache):
-    """Prefixes that end before the first token of an image, a video or sound.
-
-    What those show is in no token id: equal ids may stand for other K and V.
-    """
+    """Prefixes that end before the first token of an image, a video or sound, which no id shows."""
 
     media: frozenset[int] = frozenset()
     model: Any
@@ -54,7 +51,7 @@ class TextPrefixes(PrefixCache):
     adapter: str | None
     seen: tuple[object, object]
     _ids: list[int] | None = None
-    """What the cache holds, as far as this object knows; None while a call is under way."""
+    """The tokens in the cache, as far as this object knows; None while a call is under way."""
 
     def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
         """See `PrefixCache.load`; weights that have changed since get a fingerprint of their own.

@@ -43,7 +43,7 @@ else:
     LinearAttentionLayer = getattr(_states, "LinearAttentionLayer", LinearAttentionCacheLayerMixin)
 
 KEEPS_LATENTS = hasattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING")
-"""Whether models with latents (MLA) cache these; before 5.15 the K and V made of them."""
+"""True if models with latents (MLA) cache these; before 5.15 they cache K and V made of them."""
 _NAMES = ("cache", "past_key_values")
 _PLAIN = {
     "full_attention": DynamicLayer,
@@ -155,10 +155,7 @@ def _is_own(found: Any, config: Any) -> bool:
 
 
 def drops_cache_at(config: Any) -> int | None:
-    """Return the tokens beyond which a model's `generate` drops a cache that holds fewer.
-
-    Phi-3 and those like it do where their rotation switches factors (longrope). None elsewhere.
-    """
+    """Return the tokens beyond which `generate` drops a cache that holds fewer (Phi-3); or None."""
     name = "original_max_position_embeddings"
     limit = getattr(config, name, None)
     code = vars(import_module(modeling_module(config))) if isinstance(limit, int) else {}
@@ -187,10 +184,7 @@ def check_batching() -> None:
 
 
 def rebound(function: Any, **names: Any) -> Any:
-    """Return a copy of a function to which some names of its module are something else.
-
-    Raises `EnableError` where its code has no such name.
-    """
+    """Return a copy of a function to which names of its module are others; or `EnableError`."""
     if lacks := sorted(names.keys() - {*function.__code__.co_names}):
         raise EnableError(
             f"{function.__qualname__} of transformers {transformers.__version__} has no "
@@ -255,13 +249,9 @@ def crops_to_length() -> bool:
 
 
 def tokens_to_remove(given: int | Tensor, length: int) -> int:
-    """Return how many of `length` tokens `crop` is to forget, as a negative number.
-
-    Before 5.15 transformers names the length that is left, or a negative number, too.
-    Raises `ValueError` for another one.
-    """
+    """Return how many of `length` tokens `crop` is to forget, negative; or `ValueError`."""
     given = int(given)  # before 5.19 transformers gives a tensor
-    if crops_to_length():
+    if crops_to_length():  # the length that is left, or a negative number, too
         return given if given < 0 else min(given - length, 0)
     if given > 0:
         line = f"; to keep {given}, write: crop({given - length})" if given < length else ""
@@ -270,10 +260,7 @@ def tokens_to_remove(given: int | Tensor, length: int) -> int:
 
 
 def expect_crops(cache: Cache, draft: bool) -> None:
-    """Make ready for rollbacks: a draft's windows keep all tokens until the next one.
-
-    Raises `VersionError` where this transformers has no such windows; the target's it makes itself.
-    """
+    """Let a draft's windows keep all tokens until a rollback; `VersionError` if there are none."""
     if hasattr(Cache, "activate_past_recording"):
         if draft:
             cache.activate_past_recording()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ _ON_CUDA = (
     "TRITON_FLASHINFER",
     "TURBOQUANT",
 )
-"""What vLLM may choose for a decoder on a CUDA device; others, newer ones too, are refused."""
+"""Backends that vLLM may choose for a decoder on a CUDA device; all others are refused."""
 
 
 def register() -> None:

@@ -30,8 +30,7 @@ from kvpact.formats import TILE
 from kvpact.integrations.calibrated import NOTHING, Learnt
 from kvpact.integrations.pages.damage import watch_of
 from kvpact.integrations.pages.layer import PagedLayer
-from kvpact.integrations.pages.page import PageForm
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import WindowPool
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.dtype import DTYPE, TAKEN
@@ -62,18 +61,14 @@ def _impl(*given: Any, **named: Any) -> AttentionImpl[Any]:
 
 
 class KVPactBackend(AttentionBackend):
-    """The replacement of vLLM's CPU attention, under its `name`.
-
-    `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
-    `page_format`: vLLM's; `latent`: K and V are MLA latents and rotated keys.
-    """
+    """The replacement of vLLM's CPU attention, under its `name`."""
 
     name: ClassVar[str] = "CPU_ATTN"
     impl: ClassVar[Callable[..., AttentionImpl[Any]]] = _impl
     builder: ClassVar[type[KVPactBuilder]] = KVPactBuilder
-    stored: ClassVar[Spec | None] = None
+    stored: ClassVar[Spec | None] = None  # until the model is loaded (`give_backends`)
     page_format: ClassVar[type[AttentionSpec]] = FullAttentionSpec
-    latent: ClassVar[bool] = False
+    latent: ClassVar[bool] = False  # K and V are MLA latents and rotated keys
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(TAKEN)
@@ -135,12 +130,9 @@ def _sliding_backend(full: int) -> type[AttentionBackend]:
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
-    """Attention of one layer, as of vLLM's `AttentionImpl`.
+    """Attention of one layer, as of vLLM's `AttentionImpl`."""
 
-    `cut`: this process's cut requests; `learnt`: what the layer's codecs learnt.
-    """
-
-    cut: ClassVar[int] = 0
+    cut: ClassVar[int] = 0  # this process's cut requests
     learnt: Learnt = NOTHING
 
     def __init__(

@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvpact.integrations.pages.page import codecs
 from kvpact.integrations.pages.prompt import FEW, PromptRun, Scratch
-from kvpact.integrations.pages.serves import codecs
 from kvpact.integrations.pages.window import SLACK, Row, waves
 from kvpact.integrations.vllm.calibrated import known_of
 from kvpact.integrations.vllm.setting import native_plan, refuse, served_specs
@@ -177,18 +177,16 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         _pages(spec, sliding, config),
         plan,
     )
-    show_pages(
-        {
-            "model_name": config.model_config.served_model_name,
-            "engine": str(config.parallel_config.data_parallel_index),
-            "spec": str(stored),
-            "layers": str(len(names)),
-            "dtype": str(dtype).removeprefix("torch."),
-        },
-        page_bytes=spec.page_size_bytes,
-        page_tokens=spec.block_size,
-        capacity_ratio=plain / content,
-    )
+    labels = {
+        "model_name": config.model_config.served_model_name,
+        "engine": str(config.parallel_config.data_parallel_index),
+        "spec": str(stored),
+        "layers": str(len(names)),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    figures = spec.page_size_bytes, spec.block_size, plain / content
+    for name, value in zip(PAGES, figures, strict=True):
+        _gauge(name, tuple(labels)).labels(**labels).set(value)
     every = served_specs(config.model_config.get_total_num_hidden_layers())
     if (known := known_of(config.model_config, every)) is not None:
         logger.info("kvpact's codecs learnt from %d tokens (%s)", known.held.tokens, known.name)
@@ -239,14 +237,9 @@ PAGES = {
 """Names of the gauges, and what they show."""
 
 
-def show_pages(labels: dict[str, str], **values: float) -> None:
-    """Set the gauges of `PAGES`, ``vllm:kvpact_…``, for layers of one spec."""
-    for name, value in values.items():
-        _gauge(name, tuple(labels)).labels(**labels).set(value)
-
-
 @cache
 def _gauge(name: str, labels: tuple[str, ...]) -> Any:
+    """Return the gauge ``vllm:kvpact_…`` of `PAGES`."""
     from prometheus_client import Gauge
 
     return Gauge(f"vllm:kvpact_{name}", PAGES[name], labels, multiprocess_mode="mostrecent")

@@ -1,4 +1,4 @@
-"""What the codecs of pages learnt: of a file that a variable names, or of the model's files.
+"""The calibration of pages' codecs: from a file that a variable names, or the model's files.
 
 Where there is no calibration, a process of its own makes it when the engine starts.
 """
@@ -39,10 +39,7 @@ def _loaded(path: str) -> Known:
 
 
 def known_of(model: Any, specs: Sequence[Spec]) -> Known | None:
-    """Return what the specs of a model's layers learnt, None where they learn nothing.
-
-    `model`: vLLM's configuration of it. Raises `SpecError`, `FormatError`, `IntegrityError`.
-    """
+    """Return what the specs of a model's layers learnt, None where they learn nothing."""
     learnt = tuple(learning(specs))
     return (named() or _found(model.model, model.revision, learnt)) if learnt else None
 

@@ -97,8 +97,7 @@ class ConnectorMetrics(KVConnectorPromMetrics):
 class KVPactConnector(KVConnectorBase_V1):
     """Parameters as of vLLM's `KVConnectorBase_V1`; see docs/vllm.md for how to start it."""
 
-    _side: PrefixScheduler | PrefixWorker
-    """The one that is there, by the role, of the two below."""
+    _side: PrefixScheduler | PrefixWorker  # the one that is there, by the role, of the two below
     _scheduler: PrefixScheduler
     _worker: PrefixWorker
 

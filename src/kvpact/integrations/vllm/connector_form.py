@@ -10,7 +10,7 @@ from kvpact.cache.layer.states import PAGE_TOKENS
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import Learnt
-from kvpact.integrations.pages.serves import codecs
+from kvpact.integrations.pages.page import codecs
 from kvpact.methods import Codec
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity
@@ -19,19 +19,15 @@ from kvpact.spec import Spec
 
 @dataclass(frozen=True)
 class StoredForm:
-    """Layers of one rank in the order of the model, and how their tokens are stored.
-
-    `geometry`: the rank's heads; `page`: tokens of vLLM's; `rank` of `ranks` has other heads;
-    `learnt`: of each layer's codecs, of all ranks' heads, as a part of all keys.
-    """
+    """Layers of one rank in the order of the model, and how their tokens are stored."""
 
     layers: tuple[str, ...]
     specs: tuple[Spec, ...]
-    geometry: CacheGeometry
-    page: int
+    geometry: CacheGeometry  # of the rank's heads
+    page: int  # tokens of vLLM's
     rank: int
     ranks: int
-    learnt: tuple[Learnt, ...] = field(compare=False, repr=False)
+    learnt: tuple[Learnt, ...] = field(compare=False, repr=False)  # all ranks' heads
 
     @cached_property
     def codecs(self) -> tuple[tuple[Codec, Codec], ...]:

@@ -19,10 +19,7 @@ Copied = list[Tensor]
 
 
 class PackedPages:
-    """Pages of a layer, `[P, H, N, C]`, that hold kvpact's slots.
-
-    A chunk has each field's bytes for its pages, `[H, units, *shape]`, K's first.
-    """
+    """Pages of a layer, `[P, H, N, C]`, of kvpact's slots; a chunk has each field's, K's first."""
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:
         self._hold([tensor for side in form.fields(pages) for tensor in side.values()])
@@ -71,10 +68,7 @@ class _BlockSlots(NamedTuple):
 
 
 class PlainPages(PackedPages):
-    """Pages of a layer, `[P, H, N, 2 * D]`, that hold tokens as they are, half of them K.
-
-    `orders`: where ``token * D + channel`` of K, and of V, lies in its half, `[N * D]` int64.
-    """
+    """Pages `[P, H, N, 2 * D]` of tokens as they are; `orders`: of numbers of K and of V, int64."""
 
     def __init__(
         self, form: PageForm, plan: Plan, pages: Tensor, orders: tuple[Tensor, Tensor]

@@ -55,11 +55,7 @@ class _Tracked:
 
 
 class PrefixScheduler:
-    """Lookups, and plans of loads and saves; nothing waits for a store, or to be saved.
-
-    `form`: of rank 0; `model`: a fingerprint or name; `adapter`: gives that of a request's adapter;
-    `loads`, `saves`: what this engine does.
-    """
+    """Lookups, and plans of loads and saves; nothing waits for a store, or to be saved."""
 
     waiting = 0
 

@@ -16,7 +16,7 @@ from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import NOTHING, learnt_of
 from kvpact.integrations.fingerprint import files_fingerprint, model_folder
-from kvpact.integrations.pages.serves import check_serves
+from kvpact.integrations.pages.page import check_serves
 from kvpact.integrations.vllm.calibrated import known_of
 from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.dtype import TAKEN

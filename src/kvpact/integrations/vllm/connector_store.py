@@ -166,8 +166,7 @@ class ConnectorCounts:
         logger.log(level, "kvpact's connector: %s. Later ones are counted (%s).", message, name)
 
 
-IDLE = 0.01
-"""Seconds that an engine with nothing to compute waits for a job before it looks around."""
+IDLE = 0.01  # seconds that an engine with nothing to compute waits for a job before it looks around
 
 
 class Job(Future[Any]):

@@ -27,8 +27,7 @@ from kvpact.integrations.vllm.connector_store import ConnectorCounts, ConnectorO
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.stores import Store
 
-LOADS = 4
-"""Requests whose chunks are read at the same time."""
+LOADS = 4  # requests whose chunks are read at the same time
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from kvpact.integrations.pages.prompt import PAGE, Pages, Sequences
 from kvpact.integrations.vllm.setting import sliding_block
 
 _AMX = "amx"
-_DIGIT = 256
-"""Whole numbers below this are exact in every dtype of pages."""
+_DIGIT = 256  # whole numbers below this are exact in every dtype of pages
 
 
 def why_not(k_dim: int, v_dim: int, dtype: torch.dtype) -> str:
@@ -132,10 +131,8 @@ def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Te
 def page_orders(
     isa: str | None, tokens: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return where the number ``token * dim + channel`` of K, and of V, lies in its half of a page.
-
-    vLLM's kernel writes known numbers: its order differs by instruction set, and may by version.
-    """
+    """Return where number ``token * dim + channel`` of K, and of V, lies in its half of a page."""
+    # vLLM's kernel writes known numbers: its order differs by instruction set, and may by version.
     isa = isa or _get_attn_isa(dtype, tokens, dim)
     numbers = torch.arange(tokens * dim, dtype=torch.int64, device="cpu")
     seen, scale = torch.zeros(2, tokens * dim, dtype=torch.int64, device="cpu"), 1

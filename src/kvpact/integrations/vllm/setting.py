@@ -16,8 +16,7 @@ from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.calibrated import learnt_of
 from kvpact.integrations.calibrations import learning
-from kvpact.integrations.pages.page import PageForm, page_unit
-from kvpact.integrations.pages.serves import check_serves, codecs
+from kvpact.integrations.pages.page import PageForm, check_serves, codecs, page_unit
 from kvpact.integrations.vllm.calibrated import CALIBRATION, known_of, named, of_rank
 from kvpact.integrations.vllm.dtype import as_model
 from kvpact.kernels import Compute, Plan, choose
@@ -78,12 +77,9 @@ def give_backends(
     sliding: Callable[[int], type],
     dtype: torch.dtype,
 ) -> list[str]:
-    """Replace the `plain` backend class of each attention layer by the class of its kind.
+    """Replace the `plain` backend class of attention layers; return those that store by a spec.
 
-    Returns the names of those that store by a spec.
-
-    `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
-    sliding window, of the bytes of a token in the largest of the others; `dtype`: the model's.
+    `stored`: makes their class; `sliding`: that of the others, of the bytes of the largest token.
     """
     plains = {
         name: layer

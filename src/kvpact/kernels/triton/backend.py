@@ -149,7 +149,7 @@ class TritonBackend(Backend):
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
     ) -> None:
         """Decode packed tokens."""
-        from kvpact.kernels.triton.decode.decode import decode_triton
+        from kvpact.kernels.triton.decode.kernel import decode_triton
 
         with on_device(out.device):
             decode_triton(slots, start, end, out, inverse)

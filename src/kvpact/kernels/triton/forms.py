@@ -43,25 +43,20 @@ LEAST_WIDTH, MOST_WIDTH = 32, 1024
 """Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
-MOST_GROUP = 128
-"""Tokens of the largest group that is encoded."""
+MOST_GROUP = 128  # tokens of the largest group that is encoded
 
 
 @dataclass(frozen=True)
 class SlotForm(Form):
-    """A form, and how kernels lay out what it says; to read and to write.
-
-    - `rotates`: whether vectors are rotated before they are stored.
-    - `from_zero`: whether a grid around a middle is taken from code 0 on, in whole numbers.
-    """
+    """A form, and how kernels lay out what it says; to read and to write."""
 
     names: ClassVar[tuple[str, ...]] = (
         "codes", "scale", "zero", "fold", "shift", "base", "mean", "step",
     )  # fmt: skip
     """Parts of a form, which are rows of `SlotPlaces.table`."""
 
-    rotates: bool = False
-    from_zero: bool = False
+    rotates: bool = False  # vectors are rotated before they are stored
+    from_zero: bool = False  # a grid around a middle is taken from code 0 on, in whole numbers
 
     @property
     def kind(self) -> str:
@@ -175,24 +170,15 @@ class SlotForm(Form):
 
 
 class Slots(NamedTuple):
-    """The arguments of kernels for a codec, made once.
+    """The arguments of kernels for a codec, made once."""
 
-    - `form`, `reason`: what is compiled into kernels that read the slots, whatever the rule that
-      wrote them; or why none does.
-    - `written`, `encode_reason`: what is compiled into those that write; or why none does.
-    - `signs`: fp32, of the rotation; one number where there is none.
-    - `boundaries`: fp32, between `levels`.
-    - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
-      (``linear``), or of each level (``trellis``, all blocks' one after the other).
-    """
-
-    form: SlotForm | None
-    reason: str
-    written: SlotForm | None
-    encode_reason: str
-    signs: Tensor = _NOTHING
-    boundaries: Tensor = _NOTHING
-    levels: Tensor = _NOTHING
+    form: SlotForm | None  # compiled into kernels that read the slots, whatever rule wrote them
+    reason: str  # why none reads
+    written: SlotForm | None  # compiled into those that write
+    encode_reason: str  # why none writes
+    signs: Tensor = _NOTHING  # fp32, of the rotation; one number where there is none
+    boundaries: Tensor = _NOTHING  # fp32, between `levels`
+    levels: Tensor = _NOTHING  # fp32 by code; the least one (linear), of all blocks (trellis)
 
     @property
     def known(self) -> SlotForm:
@@ -202,15 +188,10 @@ class Slots(NamedTuple):
 
 
 class SlotPlaces(NamedTuple):
-    """The places of the slots of a batch.
+    """The places of the slots of a batch, int64 on the device; 0 for a field that is not there."""
 
-    `table`: `[fields, B, segments]` int64 on the device: the address of each field, of each row's
-    segments, of the first head; 0 for a field that is not there. `heads`: `[fields]` int64 on the
-    device: bytes from one head to the next.
-    """
-
-    table: Tensor
-    heads: Tensor
+    table: Tensor  # `[fields, B, segments]`: addresses of each row's segments, of the first head
+    heads: Tensor  # `[fields]`: bytes from one head to the next
     segment_tokens: int
 
     @classmethod
@@ -221,10 +202,7 @@ class SlotPlaces(NamedTuple):
         batch: int,
         device: torch.device,
     ) -> SlotPlaces:
-        """Return where fields lie, on the device.
-
-        `sources`: one for all rows, or one for each. Raises `GeometryError`.
-        """
+        """Return where fields lie, of one source for all rows or one each; or `GeometryError`."""
         found = [_lie(form, source) for source in sources]
         count = max(len(where.segments) for held in found for where in held.values())
         # numpy sets a number in a tenth of the time that torch takes.

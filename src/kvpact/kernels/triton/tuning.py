@@ -15,8 +15,7 @@ import triton
 TOKENS_OF_A_PART = 256
 """Tokens that a program attends at least: below that it only makes work for the merge."""
 PROGRAMS_PER_PROCESSOR = 8
-PROCESSORS = 132
-"""Where the device is none that says how many it has."""
+PROCESSORS = 132  # the count for a device that does not report how many it has
 LEAST_CHUNK = 64
 """New tokens of a row from which on flash attention computes what they are to each other: fewer
 are little next to their past, and a launch more."""
@@ -28,19 +27,12 @@ def block_tiles(value_bits: int) -> int:
 
 
 class Choice(NamedTuple):
-    """The launch settings of a variant.
+    """The launch settings of a variant."""
 
-    - `tiles`: tiles of 32 tokens of a block.
-    - `warps`: of a program. With one there are no barriers.
-    - `stages`: of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two.
-    - `registers`: of a thread, at most. Left to itself the assembler spills a few of 170, so that
-      more programs fit.
-    """
-
-    tiles: int
-    warps: int
-    stages: int
-    registers: int | None = None
+    tiles: int  # tiles of 32 tokens of a block
+    warps: int  # of a program; with one there are no barriers
+    stages: int  # of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two
+    registers: int | None = None  # of a thread; left to itself the assembler spills a few of 170
 
 
 def choice(value_bits: int, rows: int, inside: bool) -> Choice:
@@ -53,22 +45,15 @@ def choice(value_bits: int, rows: int, inside: bool) -> Choice:
 
 
 class GeneralChoice(NamedTuple):
-    """The launch settings of a variant of the general kernel.
-
-    `keys`, `values`: channels of keys and of values that are multiplied at a time, at most.
-    """
+    """The launch settings of a variant of the general kernel."""
 
     warps: int
-    keys: int
-    values: int
+    keys: int  # channels of keys that are multiplied at a time, at most
+    values: int  # and of values
 
 
 def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
-    """Return how the general kernel is launched.
-
-    `width`: channels of a vector, padded to a power of two; `thrice`: whether products are those of
-    fp32.
-    """
+    """Return how the general kernel is launched; `width`: channels, padded to a power of two."""
     if rows == 16 and width <= (128 if thrice else 256):
         return GeneralChoice(4, 64 if thrice else 128, 64)
     if width > 512:

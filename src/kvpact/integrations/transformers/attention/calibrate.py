@@ -18,6 +18,7 @@ from kvpact.integrations.transformers.model.offsets import (
     key_offsets,
     modules_named,
     rope_by_length,
+    rotaries,
 )
 from kvpact.integrations.transformers.versions import configs_by_layer
 from kvpact.integrations.weights import gathers, input_device, part_of, read_if_known
@@ -25,8 +26,7 @@ from kvpact.kernels import RowOffset
 from kvpact.key_rotation import KeyRotation
 from kvpact.spec import Spec
 
-LEAST_TOKENS = 128
-"""Of a text: with fewer there is nothing to tell channels apart by."""
+LEAST_TOKENS = 128  # of a text: with fewer there is nothing to tell channels apart by
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 
 
@@ -116,8 +116,8 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
         return {}
     kinds = getattr(config, "layer_types", None) or []
     found = {}
-    rotary = next((m for _, m in modules_named(model, "rotary_emb") if _turns(m)), None)
-    local = next((m for _, m in modules_named(model, "rotary_emb_local") if _turns(m)), rotary)
+    _, rotary = next(rotaries(model), (None, None))
+    _, local = next(rotaries(model, "rotary_emb_local"), (None, rotary))
     for _, attention in modules_named(model, "self_attn", "attention"):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
@@ -127,10 +127,6 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
         if layer is not None and layout is not None and frequencies is not None:
             found[layer] = KeyRotation.of(frequencies, layout)
     return found
-
-
-def _turns(rotary: Any) -> bool:
-    return any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False))
 
 
 def output_energies(model: Any) -> dict[int, Tensor]:

@@ -76,10 +76,7 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' interface asks for it; the weights never exist.
-
-    Raises `KVPactError` for what differs over compressed K and V; those then hold no new token.
-    """
+    """Attend as transformers' interface asks for it; new tokens of a refused call are dropped."""
     tokens = fresh = None
     if hasattr(kwargs.get("cache"), "loan"):  # a pool; up to transformers 5.23 it is updated here
         key, value = kwargs.pop("cache").update(key, value, module.layer_idx, kwargs)
@@ -328,14 +325,9 @@ def _attends_itself(module: str) -> tuple[bool, bool]:
 
 
 def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
-    """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
-
-    The cache holds the `Loan` returned, at whose end the config is as before. None where it was
-    left alone: for ``keep``, and for `sparse` layers, which ``sdpa`` and ``eager`` alone serve.
-    """
+    """Make ``kvpact`` the config's attention until the `Loan` returned ends; None if unchanged."""
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
-    register_attention()
     with _lock:
         return _chosen(config, attention, sparse)
 

@@ -25,8 +25,7 @@ from kvpact.stores import Store
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROW = 2048
-"""Most tokens that go through the model at once."""
+_ROW = 2048  # most tokens that go through the model at once
 
 
 def calibration_of(

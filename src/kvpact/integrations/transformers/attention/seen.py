@@ -17,7 +17,7 @@ from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.attention.forward import attention_forward, needs_own
 from kvpact.integrations.transformers.model.facts import layer_facts
 
-RECORDING = "kvpact_recording"
+SHOWN = "kvpact_shown"
 
 ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Called as ``read(layer, k, v)``; returns the K and V that the layer attends to instead."""
@@ -42,16 +42,13 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """The latest pass: `layers` that attend to all tokens (`wanted`), and `bounded` ones.
-
-    `read`: what these attend to (see `ReadTokens`).
-    """
+    """The latest pass: `layers` that attend to all tokens (`wanted`), and `bounded` ones."""
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)
     bounded: dict[int, BoundedLayer] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
     num_layers: int = 0
-    read: ReadTokens | None = None
+    read: ReadTokens | None = None  # what `layers` attend to
 
     def take(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -80,7 +77,7 @@ class Seen:
 _open: ContextVar[Seen | None] = ContextVar("kvpact_seen", default=None)
 
 
-def _recording(
+def _shown(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -139,11 +136,11 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
 def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
     """Show exact attention in `Seen` during the context, but for what `Seen.read` puts in."""
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
-    AttentionInterface.register(RECORDING, _recording)
-    AttentionMaskInterface.register(RECORDING, sdpa_mask)
+    AttentionInterface.register(SHOWN, _shown)
+    AttentionMaskInterface.register(SHOWN, sdpa_mask)
     seen = Seen(wanted=wanted, num_layers=config.num_hidden_layers)
     before, token = config._attn_implementation, _open.set(seen)
-    config._attn_implementation = RECORDING
+    config._attn_implementation = SHOWN
     try:
         yield seen
     finally:

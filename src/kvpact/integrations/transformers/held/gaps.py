@@ -17,15 +17,14 @@ NAME = "gaps"
 
 
 class Gaps(NamedTuple):
-    """Ranges of positions that are gone, ascending, apart; `firm`: before it, their count alone.
+    """Ranges of positions that are gone, ascending, apart.
 
-    A range before `firm` says only how many are gone there, not which. `odd`: as it was before a
-    snapshot, see `CallLog.odd`.
+    A range before `firm` says only how many are gone there, not which.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
     firm: int = 0
-    odd: bool = False
+    odd: bool = False  # as it was before a snapshot, see `CallLog.odd`
 
     @property
     def gone(self) -> int:

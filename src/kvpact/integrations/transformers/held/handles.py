@@ -92,13 +92,9 @@ class KVHandle(Tensor):
 
 
 class HandlePair(NamedTuple):
-    """The handles that `update` returned for one layer, used again where nobody refers to them.
+    """The handles of a layer's `update`, used again if nobody refers to them: making is slow."""
 
-    Making two takes as long as everything else that a layer does here in a decode step.
-    """
-
-    like: tuple[object, ...]
-    """Tokens in all, shapes, dtypes and device, which have to be the same."""
+    like: tuple[object, ...]  # tokens in all, shapes, dtypes and device: have to be the same
     k: KVHandle
     v: KVHandle
 

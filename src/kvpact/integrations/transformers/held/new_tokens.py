@@ -32,8 +32,7 @@ class NewTokens(WaitingTokens):
 
     __slots__ = ("_dtypes", "_parts", "_step", "_widths")
 
-    by_steps = False
-    """Whether tokens are stored first, and then attended to (`_over`)."""
+    by_steps = False  # true if tokens are stored first, and then attended to (`_over`)
 
     def __init__(
         self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
@@ -58,8 +57,7 @@ class NewTokens(WaitingTokens):
         self._wait = self.expanded = None
         shared.waiting[layer] = self
 
-    unseen = 0
-    """Tokens held that no query of these sees, by how attention slides."""
+    unseen = 0  # tokens held that no query of these sees, by how attention slides
 
     def as_held(
         self, mask: Tensor | None, kwargs: dict[str, Any]

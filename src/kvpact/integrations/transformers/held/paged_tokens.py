@@ -16,10 +16,7 @@ logger = logging.get_logger(__name__)
 
 
 class PagedTokens:
-    """A batch's new K and V, `[tokens, heads, D]`; `count`: tokens that whoever reads all expects.
-
-    They are stored when `attend`, or the first `part`, is called: whichever it is, once.
-    """
+    """A batch's new K and V, `[tokens, heads, D]`, stored when used; `count`: tokens of all."""
 
     fresh = False
 

@@ -17,8 +17,8 @@ from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.transformers.held.calls import CallLog
 from kvpact.integrations.transformers.held.gaps import Gaps
-from kvpact.integrations.transformers.held.told import CallLog
 from kvpact.integrations.transformers.model.facts import INDEXED, layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
@@ -28,8 +28,7 @@ from kvpact.spec import Spec
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.held.handles import HandlePair
 
-BatchCache = ContiguousCache | PagedView
-"""What holds the tokens of one batch."""
+BatchCache = ContiguousCache | PagedView  # the cache that holds the tokens of one batch
 
 
 class Asked(NamedTuple):
@@ -45,19 +44,7 @@ class Asked(NamedTuple):
 class SharedState:
     """State shared by the layers of one transformers cache, without a reference to it or to them.
 
-    - `indexed`: whether layers choose the tokens they attend to.
-    - `specs`: one per compressed layer; empty over a paged cache.
-    - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
-    - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
-    - `window`: of the layers' attention, if it slides; 0 where it is over all tokens.
-    - `recording`: whether those with a window keep all tokens until a rollback.
-    - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap.
-    - `attention`: the implementation that reads what `update` returns; reading a config is slow.
-    - `asked`: how the last layer was called; the next ones, mostly, are called the same way.
-    - `handles`: what the last layer's `update` returned.
-    - `heap`: malloc's settings during a prompt, by all caches here.
-    - `gaps`, `gone`: tokens that are counted and held no more, and how many.
-    - `call_log`: what a watched model was called with.
+    `specs`: one per compressed layer, empty over a paged cache; `window`: of attention that slides.
     """
 
     def __init__(
@@ -72,20 +59,21 @@ class SharedState:
         budget: Budget | None = None,
     ) -> None:
         self.budget = budget
-        self.window, self.recording = window, False
+        self.window = window
+        self.recording = False  # layers with a window keep all tokens until a rollback
         self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         facts = layer_facts(config)
         self.latent_widths = facts.latent_widths
-        self.indexed = not INDEXED.isdisjoint(facts.types)
-        self.held: list[BatchCache | None] = [None] * len(specs)
-        self.waiting: list[Any] = [None] * len(specs)
-        self.asked: Asked | None = None
+        self.indexed = not INDEXED.isdisjoint(facts.types)  # layers choose what they attend to
+        self.held: list[BatchCache | None] = [None] * len(specs)  # nearly always one cache
+        self.waiting: list[Any] = [None] * len(specs)  # the layers' `NewTokens` that nothing used
+        self.asked: Asked | None = None  # of the last layer; most others are called the same way
         self.latest: tuple[Any, BatchCache] | None = None
-        self.may_wait = not window
+        self.may_wait = not window  # the model's attention takes exact K and V, without softcap
         self.wait: tuple[Spec, Any, Wait] | None = None
-        self.attention: str | None = None
-        self.handles: HandlePair | None = None
+        self.attention: str | None = None  # the config's, which it is slow to read
+        self.handles: HandlePair | None = None  # the last layer's, of its `update`
         self.heap = Hold()
         self.call_log = CallLog()
         self.open(Gaps())
@@ -159,10 +147,7 @@ class SharedState:
             raise
 
     def remove(self, count: int, length: int) -> None:
-        """Forget the last `count` tokens of every row; those that wait, exact, are not stored.
-
-        `length`: tokens that are left, of the longest row, those in gaps counted.
-        """
+        """Forget the last `count` tokens of every row; `length` are left, those in gaps counted."""
         length, gaps = self.gaps.held(length), self.gaps.cut(length)
         for tokens in self.waiting:
             if tokens is not None and not tokens.whole:

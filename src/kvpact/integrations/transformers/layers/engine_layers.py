@@ -27,7 +27,7 @@ from kvpact.snapshot import RecordState
 
 
 class Attribute(NamedTuple):
-    """An attribute with a layer's record: a tensor, or a dict of them; `rows`, `tokens`: the axes.
+    """An attribute with a layer's record: a tensor, or a dict of them.
 
     A stream may be packed: then it is held as parts, and as a whole it is made of them. What is
     ``fixed`` stands for no token, but for an image.
@@ -35,8 +35,8 @@ class Attribute(NamedTuple):
 
     name: str
     kind: str
-    rows: int = 0
-    tokens: int | None = None
+    rows: int = 0  # the axes
+    tokens: int | None = None  # likewise
 
 
 _RINGS = Attribute("keys", "ring", 0, 2), Attribute("values", "ring", 0, 2)
@@ -195,15 +195,12 @@ def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
 
 
 def saved(layers: Mapping[int, Any], tokens: int, *, whole: bool = False) -> list[RecordState]:
-    """Return copies of what layers hold of so many tokens, by number; `whole`: as of `records_of`.
-
-    Layers that record the past for a rollback have more than the next token needs; that is left
-    out.
-    """
+    """Return copies of what layers hold of so many tokens; `whole` as of `records_of`."""
     found = []
     for index, layer in layers.items():
         for record in records_of(layer, whole=whole):
             tensor, name = record.tensor.detach(), record.attribute.name
+            # Layers that record the past for a rollback have more than the next token needs.
             if record.attribute.kind == "ring":
                 tensor = tensor[:, :, -layer.sliding_window + 1 :]
             elif name == "conv_states":
@@ -234,11 +231,7 @@ def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
 def checked(
     layers: Mapping[int, Any], records: Sequence[RecordState], tokens: int, device: Any
 ) -> list[RecordState]:
-    """Return a snapshot's records on a device; `GeometryError` unless they fit layers and `tokens`.
-
-    The windows of a layer have to be those of the model; the sizes of states are not known before
-    the model has run.
-    """
+    """Return a snapshot's records on a device; `GeometryError` unless they fit layers, `tokens`."""
     found: dict[int, set[str]] = {}
     for record in records:
         name, _, state = record.name.partition(".")

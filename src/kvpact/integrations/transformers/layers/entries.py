@@ -21,14 +21,11 @@ from kvpact.errors import GeometryError
 from kvpact.integrations.transformers.held.handles import refuse_gradients
 from kvpact.integrations.transformers.held.new_tokens import as_stored
 from kvpact.integrations.transformers.held.shared import SharedState
-from kvpact.integrations.transformers.layers.index_keys import IndexKeys
+from kvpact.integrations.transformers.layers.indexed import IndexKeys
 
 
 class EntriesLayer(IndexKeys):
-    """The part of a layer that packs its entries; the other base is the model's own class.
-
-    Entries are the layer `index` of the compressed ones, latents without a rotated part.
-    """
+    """The part of a layer that packs its entries, as latents; the other base is the model's own."""
 
     _layer_type = None  # lest transformers take this for its own class of such layers
     is_croppable = False

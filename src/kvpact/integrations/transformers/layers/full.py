@@ -24,17 +24,13 @@ _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
 class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
-    """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`.
-
-    Rollbacks, beams and the like concern all layers at once: `TransformersCache` carries them out.
-    """
+    """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`."""
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
     new_tokens = NewTokens
-    read_again = False
-    """Whether other layers of the model read what `update` returns, too."""
+    read_again = False  # true if other layers of the model read what `update` returns, too
 
     def __init__(self, shared: SharedState, index: int) -> None:
         # The base class would set `keys` and `values`, which are computed here.

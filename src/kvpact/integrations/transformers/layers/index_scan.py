@@ -190,4 +190,4 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.relu: _relu,
     torch.nn.functional.relu: _relu,
 }
-"""What operations of indexers become; None where it is not one of theirs."""
+"""The replacements of operations of indexers; they return None for a call that is no such one."""

@@ -23,16 +23,14 @@ from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.shared import SharedState
 from kvpact.integrations.transformers.layers.full import CompressedLayer, returned_pair
 from kvpact.integrations.transformers.model.fallback import say_once
-from kvpact.integrations.transformers.model.offsets import modules_named, rope_by_length
+from kvpact.integrations.transformers.model.offsets import modules_named, rope_by_length, rotaries
 from kvpact.integrations.weights import read_if_known
 from kvpact.snapshot import RecordState
 
 ROUNDINGS = 4
-"""What keys made of rounded values may differ by from the model's, in the dtype's epsilons."""
-PADDING = (0, 1)
-"""Positions that models give to padding."""
-LEAST = 1024
-"""Positions for which cosines and sines are made at a time, at least."""
+"""The tolerance of keys made of rounded values against the model's, in the dtype's epsilons."""
+PADDING = (0, 1)  # positions that models give to padding
+LEAST = 1024  # positions for which cosines and sines are made at a time, at least
 
 
 _Table = tuple[Tensor, Tensor]
@@ -82,17 +80,14 @@ class Keys:
 
 
 class KeyMaker:
-    """Knows how the keys of one layer are made of its values.
-
-    - `attention`: the model's module, of whose `k_norm` the weights are.
-    - `rotary`: the model's RoPE; `kind`: what it calls the layer, where it has several.
-    - `weight`: with which the keys of all tokens held are made; None before the first.
-    """
+    """Knows how the keys of one layer are made of its values."""
 
     def __init__(
         self, attention: ref[Any], rotary: ref[Any], kind: str | None, weight: Tensor | None = None
     ) -> None:
-        self._attention, self._rotary, self._kind, self.weight = attention, rotary, kind, weight
+        self._attention, self._rotary = attention, rotary  # the modules with `k_norm`, and of RoPE
+        self._kind = kind  # what RoPE calls the layer, where it has several
+        self.weight = weight  # with which keys of all tokens held are made; None before the first
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # nothing of it changes
@@ -110,10 +105,7 @@ class KeyMaker:
         return KeyMaker(self._attention, self._rotary, self._kind, weight)
 
     def at(self, positions: Tensor | None, like: Tensor, end: int = 0) -> Keys:
-        """Return what makes keys at positions `[B or 1, T]`; None: of a text with `end` tokens.
-
-        `like`: in the model's dtype, on its device.
-        """
+        """Return what makes keys at positions `[B or 1, T]`; None: of a text with `end` tokens."""
         assert self.weight is not None
         end = end if positions is None else int(positions.max()) + 1
         table = self._table(end, like.dtype, like.device)
@@ -150,10 +142,7 @@ class KeyMaker:
         return bool(((made.float() - k.float()).abs() <= bound).all())
 
     def found(self, k: Tensor, v: Tensor, expected: Tensor) -> Tensor | None:
-        """Return positions `[B, S]` at which the keys of new tokens are those made of values.
-
-        `expected`: what they are if the text goes on; then they are looked for. None: nowhere.
-        """
+        """Return positions `[B, S]` at which keys are made of values: `expected`, or others."""
         if self.are_made(v, expected, k):
             return expected
         wide = expected.expand(len(k), -1)
@@ -265,11 +254,7 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens; return what stands for K and V of all.
-
-        Raises `KVPactError` where keys are not those that are made of values, but for the first
-        ones: then the layer holds K and V apart, and a warning says so.
-        """
+        """Append tokens; keys not made of values are held apart, later ones a `KVPactError`."""
         shared, index = self._shared, self._index
         if self.apart or not self._place(key_states.detach(), value_states.detach()):
             return super().update(key_states, value_states)
@@ -365,18 +350,13 @@ def attentions_without_values(model: Any) -> dict[int, Any]:
 
 
 def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
-    """Return what makes keys, by layer, for those of `layers` that have no `v_proj`.
-
-    Raises `SpecError` where there is no such layer, or RoPE depends on lengths.
-    """
+    """Return what makes keys, by layer, for those that have no `v_proj`; or `SpecError`."""
     if not hasattr(model, "modules"):
         raise SpecError("k_eq_v=True makes keys by a model's weights: give the model, no config")
     config = model.config.get_text_config(decoder=True)
     kinds = dict(enumerate(getattr(config, "layer_types", None) or []))
     found = {}
-    for decoder, rotary in modules_named(model, "rotary_emb"):  # a tower for images has its own
-        if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):
-            continue
+    for decoder, rotary in rotaries(model):  # a tower for images has its own
         alone = attentions_without_values(decoder)
         for layer in alone.keys() & set(layers):
             kind = kinds.get(layer)

@@ -72,10 +72,7 @@ def restored_rings(
 ) -> ContiguousCache | None:
     """Return a cache of all layers that share a window, by records of a snapshot of so many tokens.
 
-    Each layer has a `packed_ring`, or ``keys`` and ``values`` as a whole: those of a stored prefix,
-    or of a cache whose layers were not packed. They are packed again then.
-
-    Raises `GeometryError`, `FormatError` and others where they do not fit the layers.
+    Each layer has a `packed_ring`, or ``keys`` and ``values`` as a whole, which are packed again.
     """
     found = {(record.layer, record.name): record for record in records}
     cache: ContiguousCache | None = None

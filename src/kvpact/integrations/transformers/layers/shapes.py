@@ -17,40 +17,34 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
+from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.layers.made_keys import attentions_without_values
 from kvpact.integrations.transformers.model.facts import COMPRESSED, ENTRIES, layer_facts
-from kvpact.integrations.transformers.versions import (
-    PreTrainedConfig,
-    VersionError,
-    configs_by_layer,
-    named,
-    without_memory,
-)
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
 
 
-def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShape]:
+def layer_shapes(config: versions.PreTrainedConfig, dtype: torch.dtype) -> list[LayerShape]:
     """Return what the cache of each layer of a model holds. Raises `KVPactError`."""
     config = deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     build: Any = AutoModelForCausalLM.from_config
     try:
-        with quiet_transformers(), torch.no_grad(), without_memory():
+        with quiet_transformers(), torch.no_grad(), versions.without_memory():
             model = build(config, dtype=_DTYPE).eval()
             facts = layer_facts(decoder)
             cache = DynamicCache(config=config)
             ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=model.device)
-            model(input_ids=ids, **named(cache), use_cache=True)
-    except VersionError:
+            model(input_ids=ids, **versions.named(cache), use_cache=True)
+    except versions.VersionError:
         raise
     except Exception as error:  # whatever the code of a model raises
         raise KVPactError(
             f"what {type(config).__name__} caches can't be found without weights "
             f"({first_line(error)}); give --layers, --kv-heads and --head-dim in its place"
         ) from error
-    configs = configs_by_layer(decoder)[: len(facts.types)]
+    configs = versions.configs_by_layer(decoder)[: len(facts.types)]
     parts = zip(facts.types, cache.layers, facts.options, configs, strict=True)
     made = attentions_without_values(model)
     shapes = [_shape(*part, dtype) for part in parts]

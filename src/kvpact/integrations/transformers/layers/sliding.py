@@ -128,10 +128,10 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[Tensor, Tensor]:
         """Append tokens `[B, H_kv, S, D or D_v]`; return what stands for those that are seen."""
         if not self.record_past:
-            self.let_go()
+            self.drop_unseen()
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def let_go(self) -> None:
+    def drop_unseen(self) -> None:
         """Forget the tokens that no query to come sees."""
         if (entry := self._entry()) is not None:
             keep_last(entry, self.sliding_window - 1)
@@ -152,7 +152,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Forget the tokens from `length` on, where `lost` says nothing, and what is not seen."""
         if (entry := self._entry()) is not None:
             entry.truncate(max(length - self.begin, 0))
-        self.let_go()
+        self.drop_unseen()
 
     @property
     def begin(self) -> int:

@@ -13,8 +13,7 @@ from kvpact.integrations.transformers.model.facts import LayerFacts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
-_LONG = 1 << 22
-"""Tokens after which a window has long been full."""
+_LONG = 1 << 22  # tokens after which a window has long been full
 
 
 def model_budget(
@@ -25,10 +24,7 @@ def model_budget(
     rungs: Sequence[SpecLike] | None,
     context: int | None = None,
 ) -> Budget:
-    """Return the budget of a model's compressed layers, less full windows and states of others.
-
-    `spec`: what the cache begins with; exact if omitted. Raises `SpecError`.
-    """
+    """Return the budget of compressed layers, less others' windows and states; or `SpecError`."""
     if amount is None:
         raise SpecError("rungs and context go with a budget")
     layers, compressed = len(facts.types), facts.compressed()

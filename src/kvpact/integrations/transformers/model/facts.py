@@ -12,14 +12,7 @@ import torch.distributed as dist
 
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.versions import (
-    KEEPS_LATENTS,
-    LAYER_CLASSES,
-    cache_layers,
-    configs_by_layer,
-    layers_read_again,
-    modeling_module,
-)
+from kvpact.integrations.transformers import versions
 
 INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
 """Types of layers that choose the tokens they attend to."""
@@ -44,17 +37,13 @@ _MEANINGS = {
 
 
 class LayerFacts(NamedTuple):
-    """Facts about a model's layers: transformers' types, and the options of their cache layers.
-
-    `latent_widths`: of latents (MLA), and of entries; `sparse`: some layers may choose the tokens
-    that they attend to; `read_again`: layers whose K and V later layers read, too.
-    """
+    """Facts about a model's layers: transformers' types, and the options of their cache layers."""
 
     types: tuple[str, ...]
     options: tuple[dict[str, Any], ...]
-    latent_widths: frozenset[int]
-    sparse: bool
-    read_again: frozenset[int]
+    latent_widths: frozenset[int]  # of latents (MLA), and of entries
+    sparse: bool  # some layers may choose what they attend to
+    read_again: frozenset[int]  # layers whose K and V later layers read, too
 
     def compressed(self) -> list[int]:
         """Return the layers whose K and V are compressed. Raises `KVPactError`."""
@@ -72,7 +61,7 @@ class LayerFacts(NamedTuple):
 def check_heads(config: Any, geometry: CacheGeometry) -> None:
     """Raise `GeometryError` unless a config has such keys, or more heads (tensor parallelism)."""
     facts = layer_facts(config)
-    by_layer = zip(configs_by_layer(config), facts.types, strict=False)
+    by_layer = zip(versions.configs_by_layer(config), facts.types, strict=False)
     latents = facts.latent_widths or getattr(config, "kv_lora_rank", None)
     layers = [] if latents else [x for x, kind in by_layer if kind == "full_attention"]
     named = [
@@ -101,20 +90,22 @@ def layer_facts(config: Any) -> LayerFacts:
     known = _known.get(id(config))
     if known is not None and known[0]() is config and known[1] == state:
         return known[2]
-    types, options = cache_layers(config)
-    if not set(types) <= LAYER_CLASSES.keys():  # some are known with the model's code
+    types, options = versions.cache_layers(config)
+    if not set(types) <= versions.LAYER_CLASSES.keys():  # some are known with the model's code
         with suppress(ImportError):
-            importlib.import_module(modeling_module(config))
-    for unknown in sorted(set(types) - LAYER_CLASSES.keys()):
+            importlib.import_module(versions.modeling_module(config))
+    for unknown in sorted(set(types) - versions.LAYER_CLASSES.keys()):
         raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
     # Some configs have a value for each layer, and none for all.
-    widths = {getattr(layer, "kv_lora_rank", None) for layer in configs_by_layer(config)}
+    widths = {getattr(layer, "kv_lora_rank", None) for layer in versions.configs_by_layer(config)}
     widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
-    latent = frozenset(width for width in widths if width and KEEPS_LATENTS)
+    latent = frozenset(width for width in widths if width and versions.KEEPS_LATENTS)
     for layer in getattr(config, "cross_attention_layers", None) or ():
         types[layer] = CROSS
-    facts = LayerFacts(tuple(types), tuple(options), latent, sparse, layers_read_again(config))
+    facts = LayerFacts(
+        tuple(types), tuple(options), latent, sparse, versions.layers_read_again(config)
+    )
     key, everyone = id(config), _known  # a module's names are None when an interpreter ends
     _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts
     return facts

@@ -63,7 +63,7 @@ CACHE_MEANT = {
     "summary": "print(cache), or cache.stats()",
     "truncate": "cache.crop(-count), with the number of tokens to remove",
 }
-"""What to write in the place of names that a `CompressedCache` does not have."""
+"""Replacements of names that a `CompressedCache` does not have."""
 _LENGTHS = "max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -94,7 +94,7 @@ _ELSEWHERE = {
         "kvpact uses torch's threads; write: torch.set_num_threads({value!r})",
     ),
 }
-"""What to do in the place of other libraries' options, after the name of the option."""
+"""Replacements of other libraries' options, to stand after the name of the option."""
 
 
 def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:

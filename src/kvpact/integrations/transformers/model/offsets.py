@@ -24,9 +24,8 @@ _BY_LENGTH = ("dynamic", "longrope", "su")
 _PACKED = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_ln")
 LEFT = 0.25
-"""What may stay of a bias, as a share of the size of what the weights add to it."""
-LARGE = 4.0
-"""A bias so many times as large as a vector of ones is worth a warning."""
+"""The part of a bias that may stay, as a share of the size of what the weights add to it."""
+LARGE = 4.0  # a bias so many times as large as a vector of ones is worth a warning
 
 
 class _Projection(NamedTuple):
@@ -48,8 +47,7 @@ class _Places(NamedTuple):
         return [[x() for x in place] for place in self.modules]
 
 
-_Found = tuple[dict[int, KeyOffset], str]
-"""Offsets by layer, and why a layer's is not known."""
+_Found = tuple[dict[int, KeyOffset], str]  # offsets by layer, and why a layer's is not known
 _known: WeakKeyDictionary[Any, tuple[_Places, list[object], _Found]]
 _known = WeakKeyDictionary()
 
@@ -61,6 +59,13 @@ def entries(config: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield from entries(value)
         else:
             yield str(name), value
+
+
+def rotaries(model: Any, name: str = "rotary_emb") -> Iterator[tuple[Any, Any]]:
+    """Yield the rotary embeddings of a model that have frequencies, each after its parent."""
+    for parent, rotary in modules_named(model, name):
+        if any(x.endswith("inv_freq") for x, _ in rotary.named_buffers(recurse=False)):
+            yield parent, rotary
 
 
 def rope_by_length(config: dict[str, Any]) -> str:

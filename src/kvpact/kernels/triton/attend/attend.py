@@ -10,15 +10,9 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.attend import prompt
 from kvpact.kernels.triton.attend.general import Variant, attend_general
 from kvpact.kernels.triton.attend.merge import merge_parts
-from kvpact.kernels.triton.attend.prompt import (
-    PromptTokens,
-    attend_new,
-    attend_prompt,
-    is_chunk,
-    is_plain_prompt,
-)
 from kvpact.kernels.triton.attend.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.attend.streams import StreamForm
@@ -31,17 +25,15 @@ from kvpact.methods import Codec
 
 MOST_ROWS, MOST_NUMBERS = 64, 8192
 """Query rows of a program, and numbers of each of their sums, at most (of fp32, half of them)."""
-LEAST_ROWS = 16
-"""Rows of the smallest product that tensor cores compute."""
-NARROW = 128
-"""Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
+LEAST_ROWS = 16  # rows of the smallest product that tensor cores compute
+NARROW = 128  # channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`
 
 
 def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
     """Attend; parameters as of `Backend.attend`."""
     first = calls[0]
-    if first.q.is_cuda and len(calls) == 1 and is_plain_prompt(first):
-        return attend_prompt(first)
+    if first.q.is_cuda and len(calls) == 1 and prompt.is_plain_prompt(first):
+        return prompt.attend_prompt(first)
     batch = sum(call.q.shape[0] for call in calls)
     heads, queries = first.q.shape[1:3]
     out = first.q.new_empty(batch, heads, queries, first.output_dim)
@@ -100,7 +92,7 @@ def _key(call: AttendCall) -> Hashable:
         codec and (slots and slots.form, codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
-    rules = call.scale, call.config.softcap, _mask_type(call), is_chunk(call)
+    rules = call.scale, call.config.softcap, _mask_type(call), prompt.is_chunk(call)
     return forms, _dtypes(call), call.kv_heads, call.output_dim, rules, call.latent
 
 
@@ -164,22 +156,19 @@ def _most_tokens(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tens
 
 
 class Prepared(NamedTuple):
-    """The constants of such calls; `variant`, `splits`: of the general kernel, and its parts.
-
-    `chunk`: whether new tokens are attended apart from the past.
-    """
+    """The constants of calls of one kind."""
 
     rows: Rows
-    variant: Variant
+    variant: Variant  # of the general kernel
     fast: Fast | None
-    splits: int
-    chunk: bool
+    splits: int  # its parts
+    chunk: bool  # new tokens are attended apart from the past
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
     """Return what is known before calls of one kind are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
-    chunk = is_chunk(call)
+    chunk = prompt.is_chunk(call)
     fast = None if chunk else fast_of(calls, *slots)
     skipped: list[tuple[int | Tensor, int]]
     if chunk:
@@ -197,12 +186,7 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
 def attend_prepared(
     known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
 ) -> None:
-    """Attend over calls of one kind, whose lengths and addresses are those of a table.
-
-    `known`: for calls like these; lengths are those that its table has. `out`:
-    `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a
-    step.
-    """
+    """Attend into `[rows, H_q, q_len, D_v]`; `counting`: what the last launch of a step counts."""
     rows, variant, fast, splits, chunk = known
     call, device = calls[0], out.device
     slots = _slots(call)
@@ -226,7 +210,7 @@ def attend_prepared(
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, call.scale, rows.table, packed, lse, splits)
-    new = attend_new(calls, call.scale) if chunk else PromptTokens(exact, lse)
+    new = prompt.attend_new(calls, call.scale) if chunk else prompt.PromptTokens(exact, lse)
     steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     each, at_once = merged_at_once(count, values.width)

@@ -13,7 +13,6 @@ of the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -43,9 +42,6 @@ from kvpact.kernels.triton.columns import (
     of_row,
 )
 from kvpact.kernels.triton.slots import pointer_to
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.attend.streams import StreamForm
 
 
 @triton.jit

@@ -39,11 +39,7 @@ def is_plain_prompt(call: AttendCall) -> bool:
 
 
 def is_chunk(call: AttendCall) -> bool:
-    """Return whether a call's new tokens are apart from its past: many, all seeing all before.
-
-    So no window is shorter than the chunk, and no padding reaches into it; that of a device is not
-    read to know.
-    """
+    """Return whether a call's new tokens are apart from its past: many, all seeing all before."""
     window, padding = call.config.sliding_window, call.padding
     if call.view is None or call.new < LEAST_CHUNK or not _flash_knows(call):
         return False

@@ -17,8 +17,7 @@ from kvpact.methods import Codec
 from kvpact.methods.trellis_learning import TreatedKeys
 from kvpact.transforms import RandomHadamard
 
-ROWS = 4
-"""Rows of a program."""
+ROWS = 4  # rows of a program
 
 
 def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
@@ -30,16 +29,11 @@ def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
 
 
 class QueryForm(NamedTuple):
-    """The queries of a launch, fp32 without gaps; rounded to tf32 unless `Stream.thrice`.
+    """The queries of a launch, fp32 without gaps; rounded to tf32 unless `Stream.thrice`."""
 
-    `packed`, `exact`: `[B, H_kv, G * q_len, D]`, scaled, for packed tokens and for exact ones.
-    `first`: `[B, H_kv, G * q_len]`, their products with the first key of packed tokens, where that
-    is a base; else of no account.
-    """
-
-    packed: Tensor
-    exact: Tensor
-    first: Tensor
+    packed: Tensor  # `[B, H_kv, G * q_len, D]`, scaled, for packed tokens
+    exact: Tensor  # and for exact ones
+    first: Tensor  # `[B, H_kv, G * q_len]`, products with a first key that is a base
 
 
 def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> QueryForm:

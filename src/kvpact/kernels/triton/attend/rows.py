@@ -17,18 +17,14 @@ from kvpact.kernels.triton.forms import SlotForm, Slots, places_of
 from kvpact.kernels.views import StreamView
 from kvpact.snapshot.pages import sent
 
-UNBOUNDED = 1 << 30
-"""More tokens than any row holds: the window where there is none."""
+UNBOUNDED = 1 << 30  # more tokens than any row holds: the window where there is none
 
 
 class Rows(NamedTuple):
-    """The table, and what has to live until the kernels have run.
+    """The table, and what has to live until the kernels have run."""
 
-    `table`: `[B, COLUMNS]` int64 on the device; `exact`: the exact tokens that it points to.
-    """
-
-    table: Tensor
-    exact: list[Tensor]
+    table: Tensor  # `[B, COLUMNS]` int64 on the device
+    exact: list[Tensor]  # the exact tokens that it points to
     alive: list[Tensor]
 
 
@@ -84,13 +80,10 @@ def rows_of(
     first: Sequence[int],
     skipped: Sequence[tuple[int | Tensor, int]],
 ) -> Rows:
-    """Return the table of rows of calls.
+    """Return the table of rows of calls of one launch.
 
-    `calls`: equal in all but lengths, padding, masks, windows, causality and sink logits. `slots`:
-    of K and of V; None where the calls have no view. `dtypes`: in which exact tokens of K and of V
-    are read. `first`: where the first row of each call stands in the output. `skipped`: tokens of
-    each call that another kernel attends (`fast_range`). Raises `CorruptState` where K and V hold
-    unlike numbers of tokens: memory that is not the cache's would be read.
+    `dtypes`: in which exact tokens of K and of V are read. `first`: where the first row of each
+    call stands in the output. `skipped`: tokens that another kernel attends (`fast_range`).
     """
     filling = _Filling(sum(call.q.shape[0] for call in calls), device)
     done = 0

@@ -28,28 +28,17 @@ TILE = tl.constexpr(32)
 
 @dataclass(frozen=True)
 class StreamForm:
-    """The constants of K or of V with which kernels are compiled.
+    """The constants of K or of V with which kernels are compiled."""
 
-    - `form`: of the slots; None where there are none.
-    - `dim`, `width`: channels, and the same padded to a power of two.
-    - `number`: dtype of exact tokens, one of `NUMBERS`.
-    - `aligned`: whether the addresses and steps of all exact tokens are multiples of 16 bytes.
-    - `at`: where it stands in the table of rows.
-    - `thrice`: whether products are those of fp32 (three products in tf32), or of numbers rounded
-      to tf32.
-    - `key_piece`, `value_piece`: channels that are multiplied at a time, powers of two: of keys,
-      and of values.
-    """
-
-    form: SlotForm | None
-    dim: int
-    width: int
-    number: str
-    aligned: bool
-    at: SideColumns
-    thrice: bool
-    key_piece: int
-    value_piece: int
+    form: SlotForm | None  # of the slots; None where there are none
+    dim: int  # channels
+    width: int  # the same padded to a power of two
+    number: str  # dtype of exact tokens, one of `NUMBERS`
+    aligned: bool  # addresses and steps of all exact tokens are multiples of 16 bytes
+    at: SideColumns  # where it stands in the table of rows
+    thrice: bool  # products are those of fp32 (three in tf32), not of numbers rounded to tf32
+    key_piece: int  # channels of keys that are multiplied at a time, a power of two
+    value_piece: int  # and of values
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Which packed tokens the fast kernels attend, and their launch."""
+"""The fast kernels: the packed tokens that they attend, and their launch."""
 
 from __future__ import annotations
 
@@ -23,39 +23,27 @@ from kvpact.kernels.triton.digits.tables import (
 )
 from kvpact.kernels.triton.digits.tiles import TOGETHER
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
-from kvpact.kernels.triton.trellis.fast import (
-    MOST_WIDTH,
-    level_table,
-    treated_queries,
-    trellis_choice,
-    trellis_reason,
-)
+from kvpact.kernels.triton.trellis import fast as trellis
 from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, side_by_side
 
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap next to products, and take all registers."""
-MOST_MIXED_ROWS = 8
-"""Where there are zeros or shifts."""
-LEAST_TOKENS = 256
-"""Packed tokens from which on a second launch pays."""
+MOST_MIXED_ROWS = 8  # the same where there are zeros or shifts
+LEAST_TOKENS = 256  # packed tokens from which on a second launch pays
 _VECTORS = ("codes", "scale", "zero", "shift", "mean")
 """Fields that kernels read 16 bytes at a time."""
-_LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
-"""Channels of K of one step of a product, by bits."""
+_LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}  # channels of K of one step of a product, by bits
 
 
 class Fast(NamedTuple):
-    """The work of the fast kernels for calls of one kind; `kw`: bytes of k that stand side by side.
-
-    `inside`: whether no block reaches over the end of a segment.
-    """
+    """The work of the fast kernels for calls of one kind."""
 
     k: Slots
     v: Slots
     choice: Choice
-    inside: bool
+    inside: bool  # no block reaches over the end of a segment
     parts: int
-    kw: int
+    kw: int  # bytes of k that stand side by side
 
 
 def digits_reason(k: Slots, v: Slots, rows: int) -> str:
@@ -63,7 +51,7 @@ def digits_reason(k: Slots, v: Slots, rows: int) -> str:
     if rows > MOST_ROWS:
         return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
     if k.form is not None and v.form is not None and "trellis" in (k.form.kind, v.form.kind):
-        return trellis_reason(k.form, "token") or trellis_reason(v.form, "channel")
+        return trellis.trellis_reason(k.form, "token") or trellis.trellis_reason(v.form, "channel")
     if reason := _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel"):
         return reason
     forms = [slots.form for slots in (k, v) if slots.form is not None]
@@ -82,8 +70,8 @@ def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
         return f"{side} has scales per channel"
     if not _known_fields(form, order):
         return f"{side} has more to it than scales, zeros and shifts"
-    if form.dim > MOST_WIDTH or form.dim % 8:
-        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
+    if form.dim > trellis.MOST_WIDTH or form.dim % 8:
+        return f"{side} is {form.dim} wide; multiples of 8 up to {trellis.MOST_WIDTH} are covered"
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
     if form.groups > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
@@ -102,13 +90,10 @@ def _known_fields(form: SlotForm, order: str) -> bool:
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
-    """Return the first token that the fast kernels attend, and the one after the last.
+    """Return the first token that the fast kernels attend, by row `[B]` perhaps, and the end.
 
     All queries see these tokens, but for what a sliding window hides from some of them. No sink
-    tokens are among them, and no padding.
-
-    The first may differ from row to row: `[B]`, on the device of the padding. Not below it
-    means that there are none.
+    tokens are among them, and no padding. There are none where the first is not below the end.
     """
     view, config = call.view, call.config
     if view is None or config.mask is not None or call.latent or view.k.offset is not None:
@@ -146,7 +131,7 @@ def _aligned(source: SegmentSource, form: SlotForm) -> bool:
 
 def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Choice, bool]:
     """Return how a kernel is launched, and whether no block reaches over the end of a segment."""
-    chosen = trellis_choice(k, v, rows) if k.kind == "trellis" else None
+    chosen = trellis.trellis_choice(k, v, rows) if k.kind == "trellis" else None
     tiles = block_tiles(v.bits) if chosen is None else chosen.tiles
     inside = all(size % (tiles * 32) == 0 for size in sizes)
     if chosen is not None:
@@ -187,17 +172,13 @@ def attend_fast(
     lse: Tensor,
     first_part: int,
 ) -> None:
-    """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row.
-
-    `packed`, `lse`: fp32 `[B, H_kv, parts, rows, D_v]`, in V's transformed space, each by its own
-    sum, and `[B, H_kv, parts, rows]`, base 2; -inf for a part without tokens.
-    """
+    """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row (see `attend_digits`)."""
     batch, heads, parts, rows, _ = packed.shape
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None
     if k.kind == "trellis":
-        asked = treated_queries(calls, k, scale, fast.kw)
-        levels = (level_table(k, packed.device), level_table(v, packed.device))
+        asked = trellis.treated_queries(calls, k, scale, fast.kw)
+        levels = (trellis.level_table(k, packed.device), trellis.level_table(v, packed.device))
         worth = v.steps[0].unit
     else:
         q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])

@@ -179,8 +179,7 @@ def row_of(TABLE, ROW: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
 
 MOST = tl.constexpr(32512.0)
 """127 * 256: what two digits of eight bits hold, the lower one with a sign."""
-_WHOLE = tl.constexpr(12582912.0)
-"""1.5 * 2**23: a sum with it has a whole number in its low bits."""
+_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has a whole number in its low bits
 
 
 @triton.jit

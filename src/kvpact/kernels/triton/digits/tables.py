@@ -16,8 +16,7 @@ from kvpact.kernels.triton.digits.operands import channel_places, key_width, lev
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 
 LOG2_E = 1.4426950408889634
-LEAST_ROWS = 4
-"""Query rows of a product, at least: two digits of each are its columns."""
+LEAST_ROWS = 4  # query rows of a product, at least: two digits of each are its columns
 
 
 @cache
@@ -55,20 +54,12 @@ def table_words(slots: Slots) -> Tensor:
 
 
 class Queries(NamedTuple):
-    """Queries as `digits.attend_digits` takes them.
+    """Queries as `digits.attend_digits` takes them, G rows, filled up: row `g * q_len + i`."""
 
-    - `digits`, `units`: int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32
-      `[B, H_kv, G]`, what a digit is worth in logits of base 2, with G rows, filled up; row
-      `g * q_len + i` is query i of the head's group g.
-    - `numbers`: fp32, the queries themselves: in logits of base 2, `[B, H_kv, G, D]`, or of a
-      trellis scaled, `[B, H_kv, rows, D]`; None where nobody asks for them.
-    - `firsts`: fp32 `[B, H_kv, rows]`, their products with the first key, where that is a base.
-    """
-
-    digits: Tensor
-    units: Tensor
-    numbers: Tensor | None = None
-    firsts: Tensor | None = None
+    digits: Tensor  # int8 `[B, H_kv, groups, G, 2, width]`, two digits of each number
+    units: Tensor  # fp32 `[B, H_kv, G]`, what a digit is worth in logits of base 2
+    numbers: Tensor | None = None  # fp32 `[B, H_kv, G, D]` in such logits; a trellis': rows, scaled
+    firsts: Tensor | None = None  # fp32 `[B, H_kv, rows]`, products with a first key that is a base
 
 
 def queries_of(q: Tensor, kv_heads: int, scale: float, slots: Slots, kw: int) -> Queries:

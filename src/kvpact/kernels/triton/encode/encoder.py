@@ -31,8 +31,7 @@ from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
 
-_NUMBERS = 2048
-"""Numbers of the tokens that a program has in its registers at a time."""
+_NUMBERS = 2048  # numbers of the tokens that a program has in its registers at a time
 _AT_A_TIME = 1 << 24
 """Numbers of trellises that are encoded together: kernels leave 7 bytes of each to the next one."""
 _EXACT = {"enable_fp_fusion": False, "num_stages": 1}
@@ -79,11 +78,7 @@ class TritonEncoder:
         self._codec, self._torch = codec, TorchEncoder(codec)
 
     def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
-        """Return the tokens, which can't fail any more; or the torch body's arrays.
-
-        The torch body refuses tokens, and names what is wrong with them. Where checks are deferred
-        a flag on the device tells of them, and the host waits for nothing.
-        """
+        """Return tokens that can't fail any more, or arrays of the torch body, which refuses."""
         if not self._codec.ready:
             return self._torch.prepare(x)  # which learns
         if slots_of(self._codec, x.device).known.limit == math.inf or not x.numel():
@@ -97,11 +92,7 @@ class TritonEncoder:
         return x
 
     def write(self, prepared: Prepared, source: WritableSource, start: int) -> None:
-        """Encode tokens into segments.
-
-        Raises `GeometryError` where the slots lie otherwise than kernels need them; they are as
-        they were.
-        """
+        """Encode tokens into segments; or `GeometryError`, and all slots are as they were."""
         if isinstance(prepared, dict):
             self._torch.write(prepared, source, start)
         elif prepared.numel():
@@ -168,10 +159,7 @@ def tile_warps(form: SlotForm) -> int:
 def encode_trellis(
     codec: Codec, form: SlotForm, x: Tensor, slots: SlotPlaces, start: int, held: Tensor | None
 ) -> None:
-    """Encode whole groups `[B, H, T, D]`, the channels side by side, from `start` on.
-
-    `held`: `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
-    """
+    """Encode whole groups from `start` on, or from `held`, `[B, …]` int64 on the device, by row."""
     batch, heads, tokens, _ = x.shape
     tables = key_tables(codec, heads, x.device)
     unit = max(form.group, TILE)

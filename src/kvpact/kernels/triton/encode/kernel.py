@@ -102,8 +102,7 @@ def store_numbers(
 
 
 LARGEST_HALF = tl.constexpr(65504.0)
-CHANNELS = 32
-"""Channels that a program of `encode_groups` works on."""
+CHANNELS = 32  # channels that a program of `encode_groups` works on
 _CHANNELS = tl.constexpr(CHANNELS)
 
 

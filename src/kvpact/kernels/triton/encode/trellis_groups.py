@@ -13,8 +13,7 @@ from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import tree_sum
 from kvpact.kernels.triton.trellis.numbers import chosen_bases, distance
 
-CHANNELS = tl.constexpr(32)
-"""Channels whose means are computed at a time."""
+CHANNELS = tl.constexpr(32)  # channels whose means are computed at a time
 STEPS = tl.constexpr(127.0)
 
 

@@ -37,39 +37,26 @@ _COUNTS += ["flags_row", "new", "queries", "heads", "groups", "batch"]
 
 @dataclass(frozen=True)
 class Taking:
-    """The constants with which a stream takes the new tokens of a step.
-
-    - `at`: where it stands in the table of rows.
-    - `encodes`: whether tokens are encoded as they come, one by one, by `take_tokens`.
-    - `most`, `longest`: magnitude of a number and norm of a vector that the codec can hold.
-    - `rows`, `span`: tokens that a program has at a time, and positions that it has in all (see
-      `encode_tokens`).
-    - `size`: bytes of a number of a token.
-    """
+    """The constants with which a stream takes the new tokens of a step."""
 
     form: SlotForm
-    at: SideColumns
-    encodes: bool
-    most: float
-    longest: float
-    rows: int
-    span: int
-    size: int
+    at: SideColumns  # where it stands in the table of rows
+    encodes: bool  # `take_tokens` encodes tokens as they come, one by one
+    most: float  # magnitude of a number that the codec can hold
+    longest: float  # and norm of a vector
+    rows: int  # tokens that a program has at a time
+    span: int  # positions that it has in all, see `encode_tokens`
+    size: int  # bytes of a number of a token
 
 
 @dataclass(frozen=True)
 class Counting:
-    """The counts to be made at the end of a step.
-
-    - `fast`: whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
-    - `k_window`, `v_window`: exact tokens that streams keep.
-    - `k_group`, `v_group`: tokens that are packed together.
-    """
+    """The counts to be made at the end of a step."""
 
     new: int
-    fast: bool
-    k_window: int
-    k_group: int
+    fast: bool  # another kernel attends the packed tokens from SKIP_FROM to SKIP_TO
+    k_window: int  # exact tokens that K keeps
+    k_group: int  # tokens of K that are packed together
     v_window: int
     v_group: int
 

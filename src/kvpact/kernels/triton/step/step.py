@@ -18,13 +18,7 @@ from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, Tok
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE, SideColumns
-from kvpact.kernels.triton.encode.encoder import (
-    encode_at,
-    encode_trellis,
-    rows_of,
-    span_of,
-    warps_of,
-)
+from kvpact.kernels.triton.encode import encoder
 from kvpact.kernels.triton.forms import SlotPlaces, on_device, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting, Taking, take_tokens
 from kvpact.kernels.views import WAITING, StreamView, exact_from
@@ -56,8 +50,8 @@ def taking_of(codec: Codec, x: Tensor, side: SideColumns, wait: bool = False) ->
     alone = codec.group == 1  # as they come, no groups of them
     encodes = alone and form.trellis is None and not wait
     new = x.shape[2]
-    rows = rows_of(form, new)
-    span = span_of(form, new) if encodes else rows
+    rows = encoder.rows_of(form, new)
+    span = encoder.span_of(form, new) if encodes else rows
     most, longest = codec.max_abs, codec.max_norm
     if wait and alone:
         most = min(most, form.limit)
@@ -80,11 +74,8 @@ def take(
 ) -> None:
     """Take the tokens of a step, after those that each row holds: the device alone knows.
 
-    Tokens of groups and of trellises are encoded by others.
-
-    `table`: of `rows`; takes the places of the new tokens. `flags`: of `sent_flags`, one for
-    each row or one for all. `k`, `v`, `q`: `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and
-    `[B, H_q, queries, D]`, their last axes without gaps.
+    Tokens of groups and of trellises are encoded by others. `flags`: of `sent_flags`, one for each
+    row or one for all. The last axes of `k`, `v` and `q` have no gaps.
     """
     batch, heads, new, _ = k.shape
     how = [side.taking for side in sides]
@@ -99,13 +90,12 @@ def take(
         table, flags, flags.stride(0) if len(flags) > 1 else 0, k, v, q, *strides, *where,
         new, q.shape[2], heads, q.shape[1] // heads, batch,
         *how, q.shape[3], width_of(q.shape[3]),
-        num_warps=max(warps_of(one.form, new) for one in how),
+        num_warps=max(encoder.warps_of(one.form, new) for one in how),
         maxnreg=255, enable_fp_fusion=False, num_stages=1,
     )  # fmt: skip
 
 
-End = tuple[int, TokenMemory]
-"""Where a stream's exact tokens begin, and where they lie."""
+End = tuple[int, TokenMemory]  # the first of a stream's exact tokens, and their addresses
 
 
 class _At(NamedTuple):
@@ -121,21 +111,14 @@ class _At(NamedTuple):
 
 
 class TritonStep(StepRunner):
-    """Per-layer constants of repeated decode steps.
-
-    - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
-      they read and write.
-    - `good`: 0-d bool on the device, which becomes False where a number of a step can't be stored.
-    - `frozen`: whether the device alone knows how many tokens are held: while a graph is captured.
-    - `placed`: how often counts, addresses or flags were sent; a graph stands as long as this does.
-    """
+    """Per-layer constants of repeated decode steps like `call`, which `covers` lets pass."""
 
     def __init__(self, call: AttendCall, good: Tensor) -> None:
         super().__init__(call)
         assert call.view is not None and call.k is not None and call.v is not None
-        self.good = self._good = good
-        self.frozen = False
-        self.placed = 0
+        self.good = self._good = good  # 0-d bool: False where a number of a step can't be stored
+        self.frozen = False  # while a graph is captured the device alone knows what is held
+        self.placed = 0  # how often counts, addresses or flags were sent; a graph stands till then
         self._call, self._view = call, call.view
         self._codecs = (call.view.k.codec, call.view.v.codec)
         self._windows = (call.view.k.window, call.view.v.window)
@@ -163,10 +146,7 @@ class TritonStep(StepRunner):
         return self._windows == other._windows and all(a is b for a, b in pairs)
 
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
-        """Check, attend, keep and encode new tokens; see `StepRunner`.
-
-        Tokens that lie less aligned than those before are left to the ordinary way.
-        """
+        """Check, attend, keep and encode new tokens; None if they lie less aligned than before."""
         runners = [_own(row) for row in rows]
         loose = any(runner._loose for runner in runners)
         if (k.data_ptr() | v.data_ptr()) % 16 and not loose:
@@ -215,10 +195,7 @@ class TritonStep(StepRunner):
         return self._flags[1]
 
     def place(self, held: int, k: End, v: End) -> None:
-        """Send counts and addresses, unless the device has them.
-
-        `k`, `v`: where exact tokens begin, and where they lie.
-        """
+        """Send counts and addresses, unless the device has them."""
         self._place([(self, held, k, v)])
 
     def _place(self, rows: list[tuple[TritonStep, int, End, End]]) -> None:
@@ -273,7 +250,7 @@ class TritonStep(StepRunner):
         second = taking.at is V_SIDE
         if codec.group == 1 and self._windows[second] != WAITING:
             if not taking.encodes:
-                encode_trellis(codec, slots_of(codec, x.device).known, x, slots, 0, table)
+                encoder.encode_trellis(codec, slots_of(codec, x.device).known, x, slots, 0, table)
             return
         for index, row in enumerate(rows):
             tokens = row.v if second else row.k
@@ -285,7 +262,7 @@ class TritonStep(StepRunner):
             if tokens.inside:
                 given = tokens.memory.tokens(tokens.start, tokens.start + tokens.encoded)
             own = slots if len(rows) == 1 else slots.row(index)
-            encode_at(codec, given, own, tokens.start)
+            encoder.encode_at(codec, given, own, tokens.start)
 
 
 def _own(row: StepRow) -> TritonStep:

@@ -1,4 +1,4 @@
-"""Which trellises the fast kernel attends, how it is launched for them, and their queries."""
+"""The fast kernel for trellises: those that it attends, its launch, and their queries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ MOST_WIDTH = 256
 
 
 def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
-    """Return how the kernel is launched.
+    """Return how the kernel is launched; a block is part of one group of tokens with a mean.
 
-    A block is part of one group of tokens with a mean. Products of four warps would be others on
-    sm_100, for which operands have no layout. So more than 8 query rows spill some registers, and
-    so do 6 bits, and wide V of 3 bits, whose words take two tiles.
+    Products of four warps would be others on sm_100, for which operands have no layout. So more
+    than 8 query rows spill some registers, and so do 6 bits, and wide V of 3 bits.
     """
     wide = max(k.dim, v.dim) > 128
     if wide and v.bits > 3:

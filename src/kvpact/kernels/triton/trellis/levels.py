@@ -2,7 +2,7 @@
 
 The eight codes stand in the nibbles of a word. An index has the bits c1, c0 and the point's bits
 p0, p1, …; four levels are looked up by `prmt` with three of the index' bits, and the halves of
-longer tables are told apart by `prmt` too, with one bit of each index in the selector.
+longer tables are read by `prmt` too, with one bit of each index in the selector.
 """
 
 import triton

@@ -20,21 +20,14 @@ from kvpact.transforms import RandomHadamard
 
 
 class KeyTables(NamedTuple):
-    """Tables of a codec, by KV head; what was not learnt changes nothing.
+    """Tables of a codec, by KV head; what was not learnt changes nothing."""
 
-    - `signs`: fp32, of the rotations of all blocks, one after the other.
-    - `order`: `[H, D]` int32: the channel at each place of the blocks.
-    - `weight`, `first`: `[H, D]` fp32, by channel.
-    - `deviation`: `[H, blocks]` fp32.
-    - `cells`: `[blocks that have bits, 2, 2 * CELLS + 1]` int32 (`quantizers.trellis.cells`).
-    """
-
-    signs: Tensor
-    order: Tensor
-    weight: Tensor
-    first: Tensor
-    deviation: Tensor
-    cells: Tensor
+    signs: Tensor  # fp32, of the rotations of all blocks, one after the other
+    order: Tensor  # `[H, D]` int32: the channel at each place of the blocks
+    weight: Tensor  # `[H, D]` fp32, by channel
+    first: Tensor  # likewise
+    deviation: Tensor  # `[H, blocks]` fp32
+    cells: Tensor  # `[blocks that have bits, 2, 2 * CELLS + 1]` int32, `quantizers.trellis.cells`
 
 
 @once_for_codec
@@ -61,14 +54,10 @@ def key_tables(codec: Codec, heads: int, device: torch.device) -> KeyTables:
 
 
 class Treatment(NamedTuple):
-    """The factors on queries.
+    """The factors on queries."""
 
-    `matrix`: `[H, D, D]` fp32: a query from the left gives the one for stored numbers. `first`:
-    `[H, D, 1]` fp32, the first key; None where it is no base.
-    """
-
-    matrix: Tensor
-    first: Tensor | None
+    matrix: Tensor  # `[H, D, D]` fp32: a query from the left gives the one for stored numbers
+    first: Tensor | None  # `[H, D, 1]` fp32, the first key; None where it is no base
 
 
 @once_for_codec
@@ -93,11 +82,7 @@ def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment
 
 
 def packed_queries(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return queries for a codec's stored numbers, and the logits of its first key.
-
-    `rows`: `[B, H, R, D]` fp32, scaled queries. Returns `[B, H, R, D]`, and `[B, H, R]` where the
-    first key is a base.
-    """
+    """Return scaled queries `[B, H, R, D]` for stored numbers, logits of a first key or None."""
     if not isinstance(codec, TreatedKeys):
         return codec.transform.forward(rows), None
     if not codec.ready:

@@ -11,17 +11,12 @@ from kvpact.quantizers import trellis
 
 @dataclass(frozen=True)
 class Plane:
-    """The places of the bits of one plane of a block.
+    """The places of the bits of one plane of a block."""
 
-    - `width`, `shift`: bits of an item, and those of the code below them; no plane has 0 bits.
-    - `row`: of the first word, among those of a token (K) or of a tile (V).
-    - `before`: items of other blocks in the same words.
-    """
-
-    width: int = 0
-    shift: int = 0
-    row: int = 0
-    before: int = 0
+    width: int = 0  # bits of an item; no plane has 0
+    shift: int = 0  # bits of the code below them
+    row: int = 0  # of the first word, among those of a token (K) or of a tile (V)
+    before: int = 0  # items of other blocks in the same words
 
     @property
     def mask(self) -> int:
@@ -31,16 +26,12 @@ class Plane:
 
 @dataclass(frozen=True)
 class Run:
-    """Planes of a width that lie together in words.
-
-    - `row`, `end`: their rows of words, as in `Plane`.
-    - `planes`: of each block that has bits, its plane; None for one that has none here.
-    """
+    """Planes of a width that lie together in words."""
 
     width: int
-    row: int
-    end: int
-    planes: tuple[Plane | None, ...]
+    row: int  # the first of their rows of words, as in `Plane`
+    end: int  # the row after the last
+    planes: tuple[Plane | None, ...]  # of each block that has bits; None for one that has none here
 
 
 def runs_of(form: TrellisForm, by_token: bool) -> tuple[Run, ...]:
@@ -61,27 +52,18 @@ def runs_of(form: TrellisForm, by_token: bool) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class TrellisSteps:
-    """A block of channels, which are the steps of one trellis.
+    """A block of channels, which are the steps of one trellis."""
 
-    - `begin`, `dim`, `bits`: first channel, channels, bits of a code.
-    - `memory`: how many steps before its own the oldest bit is that an index needs.
-    - `words`: words that the steps of K's trellis take turns in; 0 if they lie in their order.
-    - `wider`: wider codes of one word.
-    - `low`, `high`: the lowest plane, and the other one.
-    - `levels`: place of the first level among those of all blocks.
-    - `unit`: what a level of 1 is worth.
-    """
-
-    begin: int
-    dim: int
-    bits: int
-    memory: int
-    words: int
-    wider: int
-    low: Plane
-    high: Plane
-    levels: int
-    unit: float
+    begin: int  # first channel
+    dim: int  # channels
+    bits: int  # of a code
+    memory: int  # how many steps before its own the oldest bit is that an index needs
+    words: int  # that the steps of K's trellis take turns in; 0 if they lie in their order
+    wider: int  # wider codes of one word
+    low: Plane  # the lowest plane
+    high: Plane  # the other one
+    levels: int  # place of the first level among those of all blocks
+    unit: float  # what a level of 1 is worth
 
 
 def steps_of(form: TrellisForm, runs: tuple[Run, ...]) -> tuple[TrellisSteps, ...]:

@@ -24,17 +24,14 @@ _MASKED, PLAIN, BEFORE, _UNSEEN = range(4)
 _KNOWN = {"input_ids", "attention_mask", "position_ids", "cache_position", "labels"}
 _KNOWN |= {"logits_to_keep", "mm_token_type_ids"}
 _NEVER = {"inputs_embeds", "encoder_hidden_states"}
-"""What changes K and V of text, too, where a model is given images, video or sound."""
+"""Inputs that change K and V of text, too, in a model for images, video or sound."""
 
 
 class CallLog:
-    """The id and position of every token of a cache, and why its K and V are no id's alone.
-
-    Nothing is looked at before somebody asks, so that no call waits for a device.
-    """
+    """The id and position of every token of a cache, and why its K and V depend on more."""
 
     def __init__(self) -> None:
-        self.seen = 0
+        self.seen = 0  # nothing is looked at before somebody asks: no call waits for a device
         self._reasons = list(_REASONS)
         self._rows = torch.zeros(3, 0, dtype=torch.int64, device="cpu")
 
