@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 from kvpact.errors import KVPactError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CallError(KVPactError, TypeError):
-    """A class or a package was called with other arguments than it has."""
+    """A class, a function or a package was called with other arguments than it has."""
 
 
 def let_call(package: str, function: Callable[..., Any]) -> None:
@@ -46,23 +47,30 @@ class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be rea
         raise AttributeError(f"{kind.__name__} has no {self.name!r}; write: {self.line}")
 
 
+def tells_call(line: str) -> Callable[[F], F]:
+    """Let a function say what to write where its arguments do not fit."""
+
+    def changed(function: F) -> F:
+        @wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            try:
+                return function(*given, **named)
+            except TypeError as error:
+                if not str(error).startswith(f"{function.__qualname__}() "):
+                    raise  # from within
+                raise CallError(f"{error}; write: {line}") from None
+
+        return call  # type: ignore
+
+    return changed
+
+
 def tells_names(meant: Mapping[str, str], call: str = "") -> Callable[[type[T]], type[T]]:
     """Let a class say what to write for names, or arguments of a `call`, that it has not."""
 
     def changed(kind: type[T]) -> type[T]:
-        made: Any = kind.__init__
-
-        @wraps(made)
-        def init(self: T, *given: Any, **named: Any) -> None:
-            try:
-                made(self, *given, **named)
-            except TypeError as error:
-                if not str(error).startswith(f"{kind.__name__}.__init__() "):
-                    raise  # from within
-                raise CallError(f"{error}; write: {call}") from None
-
         if call:
-            kind.__init__ = init  # type: ignore
+            kind.__init__ = tells_call(call)(kind.__init__)  # type: ignore
         for name, line in meant.items():
             setattr(kind, name, _Absent(name, line))
         kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore

@@ -58,7 +58,8 @@ def write_atomic(path: str | PathLike[str], data: Any) -> None:
             raise
         sync_folder(target.parent)
     except OSError as error:
-        why = f"{error.strerror or error}; make room there, or write to another place"
+        told = "make its folder" if isinstance(error, FileNotFoundError) else "make room there"
+        why = f"{error.strerror or error}; {told}, or write to another place"
         raise OSError(error.errno, why, str(target)) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpact.callable_package import tells_names
 from kvpact.errors import GeometryError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def check_count(name: str, value: object, least: int = 0) -> None:
         raise GeometryError(f"{name} should be a whole number from {least} on, not {value!r}")
 
 
+@tells_names({}, "CacheGeometry(num_layers, num_kv_heads, head_dim), or .from_config(model.config)")
 @dataclass(frozen=True)
 class CacheGeometry:
     """Shape of the keys and values that one model caches.

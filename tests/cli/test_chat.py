@@ -28,7 +28,7 @@ def continued(folder, text):
 
 
 def test_turns_go_on_from_what_the_cache_holds(folder):
-    said = "one\n\n two \n/exit\nthree\n"
+    said = "one\n\n/help\n two \n/bye\nthree\n"
     result = invoke("chat", folder, *ARGS, "--json", input=said)
     first, second = json.loads(result.stdout)["turns"]
     assert first["text"] == continued(folder, "u:one;a:")
@@ -37,6 +37,7 @@ def test_turns_go_on_from_what_the_cache_holds(folder):
     assert second["exact_bytes"] == 2 * (second["tokens"] - 1) * 2 * 32 * 2 * 4  # fp32, fed tokens
     streamed = invoke("chat", folder, *ARGS, input=said)
     assert streamed.stdout == f"{first['text']}\n{second['text']}\n"
+    assert "/help is not known, and was not said; /exit or Ctrl-D ends" in streamed.stderr
     (line, _) = (x for x in streamed.stderr.splitlines() if x.startswith("["))
     assert line.startswith("[14 tokens, cut by --max-new-tokens: ") and "in float32" in line
 

@@ -51,6 +51,7 @@ def test_h_is_help(name):
     ("size --model smollm2", "write: kvpact size … MODEL"),
     ("recommend smollm2 --memory 8GB", "write: kvpact recommend … --budget VALUE"),
     ("eval --dataset wikitext", "write: kvpact eval … --text VALUE"),
+    ("size qwen3-8b gpt-oss-20b", "'gpt-oss-20b' is a model and no spec; write: kvpact size gpt"),
     ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
     ("generate x -m smollm2", "write: kvpact generate … --model VALUE"),
     ("generate x -ctk q8_0", "-ctk; write: kvpact generate … --spec VALUE"),

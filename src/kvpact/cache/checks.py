@@ -109,7 +109,10 @@ def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
             f"{name} has {x.dim()} dimensions; it should be [batch, heads, tokens, width]"
         )
     if heads is not None and x.shape[1] != heads:
-        raise GeometryError(f"{name} has {x.shape[1]} heads, the cache {heads} KV heads")
+        raise GeometryError(
+            f"{name} has {x.shape[1]} heads, the cache {heads} KV heads; axes are [batch, heads, "
+            "tokens, width]"
+        )
     if x.shape[3] != dim:
         raise GeometryError(f"{name} has width {x.shape[3]}, the cache {dim}")
     if x.shape[0] == 0 or x.shape[2] == 0:

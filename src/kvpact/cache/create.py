@@ -11,12 +11,14 @@ from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.paged.cache import PagedKVCache
 from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stream.codecs import Calibration, cache_specs
+from kvpact.callable_package import tells_call
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
 
+@tells_call("create_cache(spec, CacheGeometry(num_layers, num_kv_heads, head_dim))")
 def create_cache(
     spec: SpecLike,
     geometry: CacheGeometry,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ANSWER = "kvpact-answer"
+_ENDS = "/exit", "/quit", "/bye"
 
 
 def chat(
@@ -67,8 +69,10 @@ def chat(
 def _lines() -> Iterator[str]:
     """Yield what is said, line by line; a terminal is asked for it."""
     with suppress(EOFError):
-        while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
-            if line:
+        while (line := input("> " if sys.stdin.isatty() else "").strip()) not in _ENDS:
+            if re.fullmatch(r"/\w+", line):
+                note(f"{line} is not known, and was not said; /exit or Ctrl-D ends the chat")
+            elif line:
                 yield line
 
 

@@ -88,6 +88,8 @@ def size(
         CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
     )
     named = list(dict.fromkeys(words if shape else words[1:]))
+    if others := [x for x in words[1:] if x in model_table()["models"]]:
+        raise InputError(f"{others[0]!r} is a model and no spec; write: kvpact size {others[0]}")
     specs = named or sizes.SPECS
     schedule = None
     if budget is not None:

@@ -35,7 +35,11 @@ _SIDES = {
     for side in sides
     for pattern in ("{}", "{}_bits", "{}_dtype", "cache_type_{}", "type_{}", "{}_cache_dtype")
 }
-_MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
+_MEANT = {
+    **dict.fromkeys(("group_size", "q_group_size"), "group"),
+    **dict.fromkeys(("num_sink_tokens", "num_sinks", "sink_size", "sink_tokens"), "sinks"),
+    **dict.fromkeys(("recent_size", "residual_length", "window_length", "window_size"), "window"),
+}
 CACHE_MEANT = {
     **dict.fromkeys(
         ("from_cache", "from_dynamic", "from_dynamic_cache", "to_dynamic", "to_dynamic_cache"),
@@ -49,6 +53,7 @@ CACHE_MEANT = {
     **dict.fromkeys(
         ("cpu", "cuda", "device", "dtype", "to"), "model.to(...): a cache is as its model is"
     ),
+    "__enter__": "cache = CompressedCache(model), without `with`: `del cache` frees it",
     "bits": "cache.stats()['bits_per_value']",
     "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
     "fork": "copy.deepcopy(cache)",
@@ -86,6 +91,11 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("enable_prefix_caching", "prefix_cache", "prefix_caching"),
         "write: kvpact.integrations.transformers.prefix_cache(store, model, cache)",
+    ),
+    **dict.fromkeys(
+        ("kv_cache_dtype_skip_layers", "skip_layers"),
+        "a recipe has specs by layer; write: {maker}(model, {{'default': 'trellis:bits=4', "
+        "'layers': {{0: 'none'}}}})",
     ),
     **dict.fromkeys(
         ("n_threads", "num_threads", "threads"),
