@@ -10,14 +10,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, NEEDLESS, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, NEEDLESS, CommandInfo
 from kvpact.errors import KVPactError
 
 
 class Deferred(TyperCommand):
     """A command whose module is imported when it is called, or asked for its help."""
 
-    def __init__(self, name: str, entry: CommandEntry) -> None:
+    def __init__(self, name: str, entry: CommandInfo) -> None:
         super().__init__(name, short_help=entry.summary, help=entry.summary)
         self._entry = entry
 
@@ -37,18 +37,18 @@ class Deferred(TyperCommand):
         return self.load().make_context(*args, **extra)
 
 
-def _body(entry: CommandEntry) -> Any:
+def _body(entry: CommandInfo) -> Any:
     module, _, function = entry.target.partition(":")
     return getattr(import_module(f"kvpact.cli.{module}"), function)
 
 
-def _end(entry: CommandEntry) -> str:
+def _end(entry: CommandInfo) -> str:
     """Return what stands at the end of a command's help: its examples."""
     title = "Example" if len(entry.examples) == 1 else "Examples"
     return f"\b\n{title}:" + "".join(f"\n  {line}" for line in entry.examples)
 
 
-def _below(name: str) -> dict[str, CommandEntry]:
+def _below(name: str) -> dict[str, CommandInfo]:
     """Return the commands below one, by their last words."""
     return {words.split()[-1]: x for words, x in COMMANDS.items() if words.startswith(f"{name} ")}
 
