@@ -1,7 +1,5 @@
 """``kvpact methods``: what there is, with which options, at how many bits."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

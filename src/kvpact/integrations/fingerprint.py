@@ -1,7 +1,5 @@
 """Fingerprints of models: from what they compute with, never from names or times of files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

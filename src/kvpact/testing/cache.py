@@ -1,7 +1,5 @@
 """`CacheContract`: what a cache has to keep to, with the checks of its attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Checks of appending: pieces and the whole, what is exact, what is held and counted."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from math import isnan
 from typing import Any

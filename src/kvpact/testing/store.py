@@ -1,7 +1,5 @@
 """`StoreContract`: what a store keeps to: entries, keys, blobs, counts; damage, age, the budget."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ attention is lent (`kvpact`), one native call attends for all requests of a batc
 the pool is made; any other attention reads what the pages hold, decompressed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

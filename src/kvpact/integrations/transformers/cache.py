@@ -1,7 +1,5 @@
 """`CompressedCache`: transformers' `Cache` with full-attention layers compressed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

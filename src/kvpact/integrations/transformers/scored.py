@@ -1,7 +1,5 @@
 """Scores from outside, by which a cache keeps some of its tokens: those of kvpress' presses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

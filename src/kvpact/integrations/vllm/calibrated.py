@@ -3,8 +3,6 @@
 Where there is no calibration, a process of its own makes it when the engine starts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import lru_cache

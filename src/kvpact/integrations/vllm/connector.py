@@ -1,7 +1,5 @@
 """vLLM's side of the connector: prefixes in a store, shared by engines (``KVConnectorBase_V1``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 

@@ -6,8 +6,6 @@ follows the products that the indexers of DeepSeek V3.2 and its kin and of MiniM
 compute them. For any other operation it is the dequantised keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -101,7 +99,7 @@ class KeysHandle(_Handle):
     turned = False
 
     @classmethod
-    def of(cls, keys: PackedKeys) -> KeysHandle:
+    def of(cls, keys: PackedKeys) -> Self:
         """Return what stands for keys."""
         rows, count, width = keys.tail.shape
         return cls.like((rows, count + keys.codes.shape[1], width), keys.tail.dtype, keys)

@@ -4,8 +4,6 @@ The method `expand_kv` of their attention classes is wrapped: given handles by a
 hands handles on, and attention goes over the latents. Everything else passes through unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import weakref
