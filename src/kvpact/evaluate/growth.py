@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BudgetExceeded
-from kvpact.evaluate.base import Candidate, EvaluationError
+from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
 from kvpact.evaluate.feed import Steps, chunks, compressed_cache, forward, positions
 from kvpact.evaluate.metrics import mean_and_error, score_tokens
@@ -30,8 +30,6 @@ from kvpact.recipe import SpecLike, sensitivities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from kvpact.evaluate.base import Progress
 
 STRETCHES, FEWEST = 6, 4
 """Stretches that a text is reported in, and chunks that one has at least."""
