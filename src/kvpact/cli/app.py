@@ -1,4 +1,4 @@
-"""The typer application: all commands, and one line for every error that a user can mend."""
+"""The typer application: all commands, and one line for every error that a user can fix."""
 
 import codecs
 import io

@@ -1,4 +1,4 @@
-"""Every command: where it is, what it does in one line, and examples that ``--help`` shows.
+"""The table of commands: module, summary, and the examples that ``--help`` shows.
 
 A command's own module is imported when the command is used, so ``kvpact --help`` and the shell's
 completion need not wait for torch.

@@ -1,4 +1,4 @@
-"""``kvpact doctor``: what is installed here, and what runs on it and why."""
+"""``kvpact doctor``: installed packages, and the backends that run here, with reasons."""
 
 import os
 import platform

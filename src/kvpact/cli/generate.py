@@ -1,4 +1,4 @@
-"""``kvpact generate``: continue a text on a compressed cache, and say what the cache took."""
+"""``kvpact generate``: continue a text on a compressed cache, and print memory and speed."""
 
 from __future__ import annotations
 

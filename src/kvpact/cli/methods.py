@@ -1,4 +1,4 @@
-"""``kvpact methods``: what there is, with which options, at how many bits."""
+"""``kvpact methods``: the methods, their options and their bits."""
 
 import dataclasses
 import inspect

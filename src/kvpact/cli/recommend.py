@@ -1,4 +1,4 @@
-"""``kvpact recommend``: which spec or recipe suits a model and a budget."""
+"""``kvpact recommend``: the spec or recipe that suits a model and a budget."""
 
 from __future__ import annotations
 

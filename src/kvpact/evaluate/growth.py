@@ -1,4 +1,4 @@
-"""Quality over the length of a context: caches with a budget of bytes, and what else fits it.
+"""Quality over the length of a context: caches with a budget of bytes, and others that fit it.
 
 KL over position is measured on the text. What is remembered is measured by needles in a second
 text, one in each stretch: at its end all that came so far are asked for, on copies of the cache.

@@ -1,4 +1,4 @@
-"""An exact cache of a model's first and most recent tokens: what a bound without a codec leaves."""
+"""An exact cache of a model's first and most recent tokens, the baseline without a codec."""
 
 from typing import Any
 

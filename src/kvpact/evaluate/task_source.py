@@ -1,4 +1,4 @@
-"""The material of tasks: a text's sentences and words, and what is drawn from them."""
+"""The material of tasks: a text's sentences and words, and draws from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration files as engines name them, and what an engine's layers take of one."""
+"""Calibration files named in an engine's settings, and the part that each layer takes."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chunks of an engine's tokens as packed slots under a checksum: what LMCache and SGLang share."""
+"""Chunks of an engine's tokens as packed slots with a checksum; LMCache and SGLang share them."""
 
 import hashlib
 import time

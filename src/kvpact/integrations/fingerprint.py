@@ -1,4 +1,4 @@
-"""Fingerprints of models: from what they compute with, never from names or times of files."""
+"""Fingerprints of models, made of all that they compute with, never of file names or times."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Reading a model's weights, in whatever form and wherever they are.
+"""Reading a model's weights in every form and place that they may have.
 
 They may be plain tensors, elsewhere until a module is called (accelerate's offload), parts that
 several processes hold (DTensor), of a class of their own (torchao), or nothing that anybody but

@@ -1,4 +1,4 @@
-"""The files of a recommendation: the recipe, the numbers, and a heat map of what layers cost."""
+"""The files of a recommendation: the recipe, the numbers, and a heat map of costs by layer."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Measurement of what every candidate spec costs in every layer's K and V."""
+"""Measurement of each candidate spec's cost in each layer's K and V."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CacheContract`: what a cache has to keep to, with the checks of its attention."""
+"""`CacheContract`: the checks that every cache passes, with those of its attention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

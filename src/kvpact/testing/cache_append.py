@@ -1,4 +1,4 @@
-"""Checks of appending: pieces and the whole, what is exact, what is held and counted."""
+"""Checks of appending: pieces against the whole, exact tokens, counts and bytes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from math import isnan

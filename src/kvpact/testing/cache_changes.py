@@ -1,4 +1,4 @@
-"""Checks of what changes a cache: truncate, rows, fork, snapshots."""
+"""Checks of changes to a cache: truncate, rows, fork, snapshots."""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Checks of the bytes: what is written can be read, counted, cleared, and continued after a cut."""
+"""Checks of the bytes: written ones can be read, counted, cleared, and continued after a cut."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A layer over an engine's pages: sequences of a batch attend, and their tokens are stored."""
+"""A layer over an engine's pages: stores the tokens of a batch and attends over its sequences."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence

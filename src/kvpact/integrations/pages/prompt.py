@@ -1,4 +1,4 @@
-"""Prompts, attended by a kernel that reads exact tokens, over scratch pages of them.
+"""Attention of prompts by a kernel that reads exact tokens, over scratch pages.
 
 What it computes is defined by `Plan.attend`; scores and sums are rounded as the kernel does, and
 decoded numbers to the tokens' dtype.

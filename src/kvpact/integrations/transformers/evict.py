@@ -1,4 +1,4 @@
-"""Tokens that a model's cache holds, and evicts: `CompressedCache.evict`, `compact`, `snapshot`.
+"""Eviction and snapshots of a model's cache: `CompressedCache.evict`, `compact`, `snapshot`.
 
 What is left keeps the positions it was computed with, and the next token takes the position that it
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.

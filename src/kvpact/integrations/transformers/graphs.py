@@ -1,4 +1,4 @@
-"""A model's decode step as one CUDA graph: launched at once, without any of Python's time.
+"""A model's decode step as one CUDA graph, replayed without Python in between.
 
 Kernels read from the device how many tokens are held and where they lie, so the same launches serve
 every step. The host only counts. A step that packs a group of tokens (every 64th with the default

@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: what the store holds, what is loaded and saved."""
+"""The connector's part in vLLM's scheduler: lookups in the store, loads and saves."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The store of both sides of the connector: options, threads that ask it, counters.
+"""The store of both sides of the connector: options, threads, counters.
 
 Nobody who serves tokens ever waits for a store: threads talk to it.
 """

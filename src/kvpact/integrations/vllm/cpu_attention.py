@@ -1,4 +1,4 @@
-"""vLLM's own CPU attention: where it attends along with kvpact, and the order of its pages.
+"""vLLM's own CPU attention: its use along with kvpact, and the order of its pages.
 
 Where it multiplies in AMX it is the kernel of prompts. Its other kernels are no faster than
 kvpact's, and would need what is stored to be decoded first.

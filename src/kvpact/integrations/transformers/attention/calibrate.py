@@ -1,4 +1,4 @@
-"""Calibrating methods to a transformers model: texts run through it, layers are learnt from."""
+"""Calibration of methods to a transformers model: texts run through it, layers learn from them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

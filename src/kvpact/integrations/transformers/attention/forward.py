@@ -1,4 +1,4 @@
-"""The attention function ``kvpact``, and which models use it while caches for them are there.
+"""The attention function ``kvpact``, and the loans by which models use it while caches exist.
 
 Over packed slots where K and V are handles; for any other K and V it does what ``sdpa`` does.
 """

@@ -1,4 +1,4 @@
-"""Log of a model's calls for a cache: token ids, and what else K and V depend on."""
+"""A log of the model's calls for a cache: token ids, and everything else K and V depend on."""
 
 from collections.abc import Sequence
 from inspect import signature

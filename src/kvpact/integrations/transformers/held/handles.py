@@ -1,4 +1,4 @@
-"""Handles: what `update` returns in place of K and V.
+"""Handles: the objects that `update` returns in place of K and V.
 
 A tensor with the right shape, dtype and device and no storage, over which kvpact's attention
 function attends; any other operation on it gets decompressed K or V.

@@ -1,4 +1,4 @@
-"""State shared by the layers of one transformers cache: where tokens are held, and who waits."""
+"""State shared by the layers of one transformers cache: held tokens, and tokens that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed keys of an index as the model's own code multiplies them: without dequantising them.
+"""Packed keys of an index, multiplied by the model's own code without being dequantised.
 
 What `update_indexer` returns in a step of a few tokens stands for the keys of all tokens. It
 follows the products that the indexers of DeepSeek V3.2 and its kin and of MiniMax M3 are made of,

@@ -1,4 +1,4 @@
-"""Layers that choose the tokens they attend to: what chooses is cached, and the choice is a mask.
+"""Layers that choose the tokens they attend to: their index is cached, the choice is a mask.
 
 An *index* scores all tokens for a query and names some of them: DeepSeek V3.2 and its kin (GLM,
 A.X K2, Hunyuan V4, Mistral Large 4, dots3) single tokens, MiniMax M3 blocks, Qwen4 and GLM-5 by a

@@ -1,4 +1,4 @@
-"""Models with latent attention (MLA: DeepSeek-V2 and V3 and their kin), absorbed.
+"""Models with latent attention (MLA: DeepSeek-V2, V3 and relatives), absorbed.
 
 The method `expand_kv` of their attention classes is wrapped: given handles by a plain module, it
 hands handles on, and attention goes over the latents. Everything else passes through unchanged.

@@ -1,4 +1,4 @@
-"""Layers whose keys are made of their values (K = V): the values alone are held.
+"""Layers whose keys are made of their values (K = V): only values are held.
 
 Gemma 4's full layers may have no `v_proj`: of `x = k_proj(h)` values are `x / rms(x)`, and keys
 `RoPE_t(w * x / rms(x))`, with the weights `w` of `k_norm`. So keys are made as they are read. Which

@@ -1,4 +1,4 @@
-"""Layers with sliding attention as records: bytes to go on with, bit for bit.
+"""Snapshots of layers with sliding attention: records from which they continue bit for bit.
 
 Of each row of a batch it is a snapshot of one layer, after the number of its bytes, so that rows
 can be chosen among as those of other records.

@@ -1,4 +1,4 @@
-"""Encoding on the device: what is covered, and who launches what.
+"""Encoding on the device: coverage and launches.
 
 The codec's `encode` and the fields' `write` define the bytes. Nothing is read back: the host waits
 only where the checks of tokens are wanted at once.

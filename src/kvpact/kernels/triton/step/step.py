@@ -1,4 +1,4 @@
-"""A layer's step in a few launches that are the same each time: what a CUDA graph can replay.
+"""A layer's step in a few launches that are the same each time, which a CUDA graph can replay.
 
 It stands for the calls that define it: `attend_triton`, the encoders' `write`, and the copy of the
 new tokens after the tail. Counts and addresses stand on the device and advance there; the host
