@@ -43,7 +43,7 @@ def _body(entry: CommandInfo) -> Any:
 
 
 def _end(entry: CommandInfo) -> str:
-    """Return what stands at the end of a command's help: its examples."""
+    """Return the end of a command's help: its examples."""
     title = "Example" if len(entry.examples) == 1 else "Examples"
     return f"\b\n{title}:" + "".join(f"\n  {line}" for line in entry.examples)
 
@@ -65,7 +65,7 @@ def _group(name: str) -> TyperGroup:
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Return what is written for signs that stdout can't encode, and where they end."""
+    """Return the replacement of signs that stdout can't encode, and where they end."""
     assert isinstance(error, UnicodeEncodeError)
     signs = error.object[error.start : error.end]
     plain = {"±": "+-", "…": "...", "█": "#"}
@@ -124,7 +124,7 @@ def _message(error: Exception) -> str:
 
 
 def _usage(error: Any, typed: list[str]) -> str:
-    """Return what to write; of ``-ngl``, say, typer names ``-n`` alone."""
+    """Return the remedy of a usage error; of ``-ngl``, say, typer names ``-n`` alone."""
     text = str(error.format_message()).rstrip(".")
     context: Any = getattr(error, "ctx", None)
     option = str(getattr(error, "option_name", ""))

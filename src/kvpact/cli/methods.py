@@ -93,7 +93,7 @@ def all_methods() -> dict[str, list[dict[str, Any]]]:
 
 
 def one_method(name: str) -> dict[str, Any]:
-    """Return what is known of a method, an alias or a whole spec."""
+    """Return the facts about a method, an alias or a whole spec."""
     from kvpact.methods.cautions import cautions
 
     spec = parse_spec(name)

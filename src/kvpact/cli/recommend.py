@@ -80,7 +80,7 @@ def recommend_command(
 
 
 def _explain(found: Recommendation) -> None:
-    """Print how it was measured, and what is remarkable."""
+    """Print the way of measuring, and remarkable results."""
     from kvpact.evaluate.text import VERDICTS
 
     planned, sizes = found.plan, found.plan.sizes

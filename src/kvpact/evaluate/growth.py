@@ -346,7 +346,7 @@ def _needles(
     chunk: int,
     steps: Steps,
 ) -> dict[str, list[list[float]]]:
-    """Return what each cache finds at each end: log-probabilities less the exact cache's."""
+    """Return each cache's needles at each end: log-probabilities less the exact cache's."""
     context, asked = prepared(tokenizer, case)
     ends = _ends(len(context), chunk, len(asked))
     runs = _start(model, makers)

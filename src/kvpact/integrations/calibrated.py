@@ -45,7 +45,7 @@ def learnt_of(
     geometry: CacheGeometry,
     total: int,
 ) -> list[Learnt]:
-    """Return what codecs of some of a model's `total` layers learnt; or `SpecError`."""
+    """Return the learnt states for codecs of some of a model's `total` layers; or `SpecError`."""
     if known is None:
         return [NOTHING] * len(numbers)
     held, name = known

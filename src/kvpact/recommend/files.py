@@ -62,7 +62,7 @@ def _recipe(recommendation: Recommendation) -> str:
 
 
 def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
-    """Return what ``recommend.json`` holds."""
+    """Return the contents of ``recommend.json``."""
     plan = recommendation.plan
     rows = [asdict(row) for row in recommendation.evaluation.rows]
     difference, tools = recommendation.against_uniform, recommendation.tools

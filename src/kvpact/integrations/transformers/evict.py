@@ -101,7 +101,7 @@ class Evicting(TransformersCache):
         self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:
-        """Return what holds the compressed layers, of which tokens may be evicted."""
+        """Return the cache of the compressed layers, from which tokens may be evicted."""
         self._shared.gaps.check(self._shared.config._attn_implementation)
         self.tokens()
         return self.held()

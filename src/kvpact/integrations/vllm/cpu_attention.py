@@ -50,7 +50,7 @@ class OwnKernel:
         ops.cpu_attn_reshape_and_cache(k, v, *pages, slots, _AMX)
 
     def schedule(self, sequences: Sequences) -> Tensor:
-        """Return what calls of all layers over the same sequences have in common."""
+        """Return the schedule that calls of all layers over the same sequences share."""
         q_heads, kv_heads = self._heads
         made: Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(sequences.lengths),

@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 
 def served() -> str | None:
-    """Return what the variable holds, a spec or the path of a recipe; None where it is not set."""
+    """Return the variable's value, a spec or the path of a recipe; None where it is not set."""
     return os.environ.get(SETTING, "").strip() or None
 
 

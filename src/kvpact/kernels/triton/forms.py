@@ -46,7 +46,7 @@ MOST_GROUP = 128  # tokens of the largest group that is encoded
 
 @dataclass(frozen=True)
 class SlotForm(Form):
-    """A form, and how kernels lay out what it says; to read and to write."""
+    """A form, and the layout that kernels give it, to read and to write."""
 
     names: ClassVar[tuple[str, ...]] = (
         "codes", "scale", "zero", "fold", "shift", "base", "mean", "step",

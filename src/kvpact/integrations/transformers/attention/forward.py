@@ -300,7 +300,7 @@ def _give_back(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def given_back(config: PreTrainedConfig) -> Iterator[None]:
-    """Let a config have the attention that it has without a loan, for whoever asks by name."""
+    """Let a config have its own attention during the context, for code that asks for its name."""
     with _lock:
         lent, before = config._attn_implementation, _before.get(id(config))
         stand_in = before or ("sdpa" if lent == ATTENTION else lent)

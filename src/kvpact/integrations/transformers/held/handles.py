@@ -92,7 +92,7 @@ class KVHandle(Tensor):
 
 
 class HandlePair(NamedTuple):
-    """The handles of a layer's `update`, used again if nobody refers to them: making is slow."""
+    """The handles of a layer's `update`, used again once they are free: making is slow."""
 
     like: tuple[object, ...]  # tokens in all, shapes, dtypes and device: have to be the same
     k: KVHandle

@@ -44,7 +44,7 @@ def read_before_stored(k: Tensor) -> NewTokens | None:
 
 
 class NewTokens:
-    """The tokens of one `update`, stored when they are first used: what a handle stands for.
+    """The tokens of one `update`, which a handle stands for; stored when they are first used.
 
     The attention function knows the padding of each row and `update` does not; so storing waits
     for whichever comes first: attention, which stores nothing if it refuses, decompression, or the

@@ -33,7 +33,7 @@ class PackedKeys(NamedTuple):
         return torch.cat([packed.to(self.tail.dtype), self.tail], 1)
 
     def scores(self, q: Tensor, weight: Tensor | None) -> Tensor:
-        """Return what `index_scores` returns, of the exact keys, too."""
+        """Return `index_scores` of packed and exact keys."""
         last = self.tail.shape[1]
         found = index_scores(self.codes, self.scale, q, weight, self.requested, last)
         exact = q @ self.tail.float().mT.unsqueeze(1)
@@ -100,7 +100,7 @@ class KeysHandle(_Handle):
 
     @classmethod
     def of(cls, keys: PackedKeys) -> Self:
-        """Return what stands for keys."""
+        """Return the handle of keys."""
         rows, count, width = keys.tail.shape
         return cls.like((rows, count + keys.codes.shape[1], width), keys.tail.dtype, keys)
 
@@ -124,7 +124,7 @@ class ScoresHandle(_Handle):
 
 
 def _plain(x: Any) -> bool:
-    """Return whether scores may be computed of a tensor: what is chosen has no gradient."""
+    """Return whether scores may be computed from a tensor; a choice has no gradient."""
     tracked = torch.is_grad_enabled() and x.requires_grad if isinstance(x, Tensor) else True
     return type(x) is Tensor and x.dtype is _F32 and x.dim() == 4 and not tracked
 

@@ -162,7 +162,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
         """Do nothing: `fit_index` is called when K and V have been cut."""
 
     def fit_index(self) -> None:
-        """Forget what the index holds beyond K and V."""
+        """Cut the index to the tokens of K and V."""
         length = self.get_seq_length()
         if not length:
             self.reset()
@@ -183,7 +183,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
 def chosen(
     module: Any, mask: Tensor | None, queries: int, total: int, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return a mask `[B, 1 or H, S, T]` narrowed to what an index chose; as it is if that is all.
+    """Return a mask `[B, 1 or H, S, T]` narrowed to an index's choice; unchanged if that is all.
 
     `indices`: tokens, `[B, S, n]`; `block_indices`: `[B, H_kv, S, n]`; negative ones are none.
     """

@@ -82,7 +82,7 @@ def meet(attention: type) -> None:
 
 
 def meet_class(module: Any) -> None:
-    """Do what `meet` does for the class of an attention layer."""
+    """Call `meet` for the classes of an attention layer."""
     if hasattr(type(module), "expand_kv"):  # of a module it takes long to say no
         for attention in type(module).__mro__:
             meet(attention)

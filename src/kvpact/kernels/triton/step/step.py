@@ -99,7 +99,7 @@ End = tuple[int, TokenMemory]  # the first of a stream's exact tokens, and their
 
 
 class _At(NamedTuple):
-    """The places of a row's tokens; what they lie in by identity."""
+    """The places of a row's tokens, with the identities of the tensors that they lie in."""
 
     held: int
     k_exact_from: int
