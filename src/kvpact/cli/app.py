@@ -1,4 +1,4 @@
-"""The typer application: all commands, and one line for every error that a user can mend."""
+"""The typer application: all commands, and one line for every error that a user can fix."""
 
 import codecs
 import io
@@ -10,14 +10,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, NEEDLESS, CommandEntry
+from kvpact.cli.commands import COMMANDS, ELSEWHERE, MEANT, NEEDLESS, CommandInfo
 from kvpact.errors import KVPactError
 
 
 class Deferred(TyperCommand):
     """A command whose module is imported when it is called, or asked for its help."""
 
-    def __init__(self, name: str, entry: CommandEntry) -> None:
+    def __init__(self, name: str, entry: CommandInfo) -> None:
         super().__init__(name, short_help=entry.summary, help=entry.summary)
         self._entry = entry
 
@@ -37,18 +37,18 @@ class Deferred(TyperCommand):
         return self.load().make_context(*args, **extra)
 
 
-def _body(entry: CommandEntry) -> Any:
+def _body(entry: CommandInfo) -> Any:
     module, _, function = entry.target.partition(":")
     return getattr(import_module(f"kvpact.cli.{module}"), function)
 
 
-def _end(entry: CommandEntry) -> str:
-    """Return what stands at the end of a command's help: its examples."""
+def _end(entry: CommandInfo) -> str:
+    """Return the end of a command's help: its examples."""
     title = "Example" if len(entry.examples) == 1 else "Examples"
     return f"\b\n{title}:" + "".join(f"\n  {line}" for line in entry.examples)
 
 
-def _below(name: str) -> dict[str, CommandEntry]:
+def _below(name: str) -> dict[str, CommandInfo]:
     """Return the commands below one, by their last words."""
     return {words.split()[-1]: x for words, x in COMMANDS.items() if words.startswith(f"{name} ")}
 
@@ -65,7 +65,7 @@ def _group(name: str) -> TyperGroup:
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Return what is written for signs that stdout can't encode, and where they end."""
+    """Return the replacement of signs that stdout can't encode, and where they end."""
     assert isinstance(error, UnicodeEncodeError)
     signs = error.object[error.start : error.end]
     plain = {"±": "+-", "…": "...", "█": "#"}
@@ -124,7 +124,7 @@ def _message(error: Exception) -> str:
 
 
 def _usage(error: Any, typed: list[str]) -> str:
-    """Return what to write; of ``-ngl``, say, typer names ``-n`` alone."""
+    """Return the remedy of a usage error; of ``-ngl``, say, typer names ``-n`` alone."""
     text = str(error.format_message()).rstrip(".")
     context: Any = getattr(error, "ctx", None)
     option = str(getattr(error, "option_name", ""))

@@ -1,4 +1,4 @@
-"""``kvpact calibrate``: what methods learn of a model from texts, as one file."""
+"""``kvpact calibrate``: methods learn of a model from texts; the result is one file."""
 
 from pathlib import Path
 from typing import Any

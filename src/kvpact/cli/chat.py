@@ -67,7 +67,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is said, line by line; a terminal is asked for it."""
+    """Yield the user's lines; a terminal is prompted for them."""
     with suppress(EOFError):
         while (line := input("> " if sys.stdin.isatty() else "").strip()) not in _ENDS:
             if re.fullmatch(r"/\w+", line):

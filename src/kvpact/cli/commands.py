@@ -1,4 +1,4 @@
-"""Every command: where it is, what it does in one line, and examples that ``--help`` shows.
+"""The table of commands: module, summary, and the examples that ``--help`` shows.
 
 A command's own module is imported when the command is used, so ``kvpact --help`` and the shell's
 completion need not wait for torch.
@@ -7,7 +7,7 @@ completion need not wait for torch.
 from typing import NamedTuple
 
 
-class CommandEntry(NamedTuple):
+class CommandInfo(NamedTuple):
     """One command, or a group of them: a group has no target and no examples."""
 
     summary: str  # the first line of the function's docstring
@@ -16,7 +16,7 @@ class CommandEntry(NamedTuple):
 
 
 COMMANDS = {
-    "size": CommandEntry(
+    "size": CommandInfo(
         "Print the bytes that caches of a model take; no weights are loaded.",
         "size:size",
         (
@@ -26,17 +26,17 @@ COMMANDS = {
             "kvpact size qwen3-8b --budget 2GB",
         ),
     ),
-    "recommend": CommandEntry(
+    "recommend": CommandInfo(
         "Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.",
         "recommend:recommend_command",
         ("kvpact recommend smollm2 --budget 30% --context 32768 --out smollm2-recipe",),
     ),
-    "recipes": CommandEntry(
+    "recipes": CommandInfo(
         "List the recipes that kvpact ships, or print one.",
         "recipes:recipes",
         ("kvpact recipes", "kvpact recipes smollm2-3bit"),
     ),
-    "eval": CommandEntry(
+    "eval": CommandInfo(
         "Measure perplexity, KL and top-1 agreement against the exact cache.",
         "eval:evaluate_command",
         (
@@ -45,37 +45,37 @@ COMMANDS = {
             "kvpact eval --budget 24MB,12MB --tokens 6144",
         ),
     ),
-    "generate": CommandEntry(
+    "generate": CommandInfo(
         "Generate text on a compressed cache; prints memory and speed.",
         "generate:generate",
         ('kvpact generate "And the moral is" --file @book --prompt-tokens 2000',),
     ),
-    "chat": CommandEntry(
+    "chat": CommandInfo(
         "Chat with a model on one compressed cache; prints its bytes after each answer.",
         "chat:chat",
         ("kvpact chat smollm2", "kvpact chat path/to/model --spec trellis:bits=3"),
     ),
-    "demo": CommandEntry(
+    "demo": CommandInfo(
         "Let a model recite a book out of the exact cache and two compressed ones, side by side.",
         "demo:demo",
         ("kvpact demo --tokens 4000",),
     ),
-    "methods": CommandEntry(
+    "methods": CommandInfo(
         "List the methods, or explain one.",
         "methods:methods",
         ("kvpact methods", "kvpact methods turboquant:bits=3"),
     ),
-    "doctor": CommandEntry(
+    "doctor": CommandInfo(
         "Print versions, processor, backends and optional packages; always exits with 0.",
         "doctor:doctor",
         ("kvpact doctor --json",),
     ),
-    "llama-cpp": CommandEntry(
+    "llama-cpp": CommandInfo(
         "Print the line that loads kvpact into llama.cpp's programs.",
         "llama_cpp:line",
         ("kvpact llama-cpp", "kvpact llama-cpp check path/to/build"),
     ),
-    "llama-cpp check": CommandEntry(
+    "llama-cpp check": CommandInfo(
         "Load kvpact into a llama.cpp: what loads it, whether it is right, what it saves.",
         "llama_cpp:check",
         (
@@ -83,42 +83,42 @@ COMMANDS = {
             "kvpact llama-cpp check xllamacpp",
         ),
     ),
-    "calibrate": CommandEntry(
+    "calibrate": CommandInfo(
         "Calibrate methods to a model, for prefixes, pages, engines and pca.",
         "calibrate:calibrate_command",
         ("kvpact calibrate smollm2 --text notes.txt --out smollm2.calibration",),
     ),
-    "snapshot": CommandEntry("Save caches as files; show, verify and restore them."),
-    "snapshot save": CommandEntry(
+    "snapshot": CommandInfo("Save caches as files; show, verify and restore them."),
+    "snapshot save": CommandInfo(
         "Run a text through a model and save the cache.",
         "snapshot:save",
         ("kvpact snapshot save --file notes.txt --out notes.kv --spec trellis:bits=4",),
     ),
-    "snapshot show": CommandEntry(
+    "snapshot show": CommandInfo(
         "Print what a snapshot holds; only its header is read.",
         "snapshot:show",
         ("kvpact snapshot show notes.kv",),
     ),
-    "snapshot verify": CommandEntry(
+    "snapshot verify": CommandInfo(
         "Verify every checksum; exit with code 2 at the first damaged file.",
         "snapshot:verify",
         ("kvpact snapshot verify notes.kv more.kv",),
     ),
-    "snapshot restore": CommandEntry(
+    "snapshot restore": CommandInfo(
         "Continue a snapshot by greedy decoding, with the model that it was made with.",
         "snapshot:restore",
         ('kvpact snapshot restore notes.kv "In short:" --max-new-tokens 64',),
     ),
-    "store": CommandEntry("List, measure and clean stores of cache entries."),
-    "store ls": CommandEntry(
+    "store": CommandInfo("List, measure and clean stores of cache entries."),
+    "store ls": CommandInfo(
         "Print every key, one per line.", "store:list_keys", ("kvpact store ls kv",)
     ),
-    "store stats": CommandEntry(
+    "store stats": CommandInfo(
         "Print the number of entries and their bytes.",
         "store:stats",
         ("kvpact store stats redis://localhost:6379",),
     ),
-    "store gc": CommandEntry(
+    "store gc": CommandInfo(
         "Remove expired and surplus entries, leftovers and, with --verify, damaged entries.",
         "store:gc",
         ("kvpact store gc kv --verify --max-bytes 1000000000",),

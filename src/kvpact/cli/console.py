@@ -1,7 +1,5 @@
 """Consoles, tables, progress and the documents of ``--json``, the same in all commands."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

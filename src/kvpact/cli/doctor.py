@@ -1,4 +1,4 @@
-"""``kvpact doctor``: what is installed here, and what runs on it and why."""
+"""``kvpact doctor``: installed packages, and the backends that run here, with reasons."""
 
 import os
 import platform
@@ -67,7 +67,7 @@ def doctor(as_json: bool = options.JSON) -> None:
 
 
 def findings() -> dict[str, Any]:
-    """Return what is installed, and what runs on it."""
+    """Return installed packages, devices, and the backends that run on them."""
     system = {"python": f"{platform.python_version()} on {platform.platform()}"}
     system |= {name: installed(name) or "not installed as a distribution" for name in CORE}
     wanted = [(extra, name, f"'kvpact[{extra}]'") for extra in EXTRAS for name in EXTRAS[extra]]
@@ -105,7 +105,7 @@ def methods_on(device: torch.device) -> list[dict[str, Any]]:
 
 
 def processor() -> dict[str, str]:
-    """Return what matters of the processors."""
+    """Return the facts about the processors that matter here."""
     malloc = malloc_here()
     use = f"left as it is: {malloc.reason}" if malloc.reason else "set for prompts (KVPACT_MALLOC)"
     found = {

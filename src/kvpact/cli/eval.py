@@ -1,4 +1,4 @@
-"""``kvpact eval``: what caches cost in quality on a real model and any text."""
+"""``kvpact eval``: the cost of caches in quality, on a real model and any text."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -123,7 +123,7 @@ def candidates_of(
 
 
 def known_cautions(specs: Sequence[str], network: Any) -> list[str]:
-    """Return what is known to do badly about specs on a model, each with the specs meant."""
+    """Return the known weaknesses of specs on a model, each with its specs."""
     from kvpact.integrations.transformers.model.offsets import normalises_keys
 
     model = [KEY_NORM] if normalises_keys(network) else []

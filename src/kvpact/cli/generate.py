@@ -1,4 +1,4 @@
-"""``kvpact generate``: continue a text on a compressed cache, and say what the cache took."""
+"""``kvpact generate``: continue a text on a compressed cache, and print memory and speed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TextStream:
             self._print(self.text(), final=False)
 
     def end(self) -> None:
-        """Print what is left."""
+        """Print the rest of the text."""
         if not self.quiet:
             self._print(self.text(), final=True)
             sys.stdout.write("\n")
@@ -142,7 +142,7 @@ def exact_size(stats: dict[str, Any], dtype: Any) -> int:
 def figures_of(
     cache: Any, stream: TextStream, length: int, dtype: Any, prefix: PromptPrefix, started: float
 ) -> dict[str, Any]:
-    """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
+    """Return the cache's bytes after a prompt of `length` tokens, and the speed."""
     stats = cache.stats()
     return {
         "prompt_tokens": length,

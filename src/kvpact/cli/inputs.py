@@ -177,7 +177,7 @@ def open_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
 
 
 def load_calibration(path: Path | None, network: Any) -> Calibration | None:
-    """Return what a file holds, and say so if it was made of another model."""
+    """Return a file's calibration, with a note if it was made of another model."""
     if path is None:
         return None
     from kvpact.calibration import Calibration

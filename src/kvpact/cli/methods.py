@@ -1,6 +1,4 @@
-"""``kvpact methods``: what there is, with which options, at how many bits."""
-
-from __future__ import annotations
+"""``kvpact methods``: the methods, their options and their bits."""
 
 import dataclasses
 import inspect
@@ -95,7 +93,7 @@ def all_methods() -> dict[str, list[dict[str, Any]]]:
 
 
 def one_method(name: str) -> dict[str, Any]:
-    """Return what is known of a method, an alias or a whole spec."""
+    """Return the facts about a method, an alias or a whole spec."""
     from kvpact.methods.cautions import cautions
 
     spec = parse_spec(name)

@@ -1,4 +1,4 @@
-"""Options that commands have in common, and what the shell completes; torch is not imported."""
+"""Options that commands share, and the shell's completion of them; torch is not imported."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

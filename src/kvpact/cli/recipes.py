@@ -1,4 +1,4 @@
-"""``kvpact recipes``: the recipes that are shipped, and what was measured of them."""
+"""``kvpact recipes``: the recipes that are shipped, and their measurements."""
 
 from typing import Any
 

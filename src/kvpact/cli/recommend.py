@@ -1,4 +1,4 @@
-"""``kvpact recommend``: which spec or recipe suits a model and a budget."""
+"""``kvpact recommend``: the spec or recipe that suits a model and a budget."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def recommend_command(
 
 
 def _explain(found: Recommendation) -> None:
-    """Print how it was measured, and what is remarkable."""
+    """Print the way of measuring, and remarkable results."""
     from kvpact.evaluate.text import VERDICTS
 
     planned, sizes = found.plan, found.plan.sizes

@@ -203,7 +203,7 @@ def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None
 
 
 def _about(data: dict[str, Any], longest: int) -> list[str]:
-    """Return what was counted, in words."""
+    """Return the counted layers and tokens, in words."""
     lines = [f"{layer['count']} x {_layer_text(layer)}" for layer in data["layers"]]
     exact = next(row["exact"] for row in data["rows"] if row["tokens"] == longest)
     sequences = f"{data['batch']} x {longest:,} tokens"

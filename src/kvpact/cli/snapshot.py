@@ -1,4 +1,4 @@
-"""``kvpact snapshot``: caches as files: made from a text, shown, checked, and gone on from."""
+"""``kvpact snapshot``: caches as files, made from a text, shown, verified and continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvpact store``: what a store holds, and room in it."""
+"""``kvpact store``: the entries and bytes of a store, and its cleaning."""
 
 import warnings
 from collections.abc import Iterator

@@ -95,7 +95,7 @@ class Candidate:
         return spec.with_options(sinks=0, window=0) if self.packed_only else spec
 
     def spec_for_cache(self, num_layers: int) -> SpecLike:
-        """Return what `CompressedCache` is to be built with."""
+        """Return the spec, or the specs by layer, for `CompressedCache`."""
         specs = self.layers(num_layers)
         if self.is_recipe and self.budget is not None:
             return self.source  # with its ladder

@@ -1,4 +1,4 @@
-"""Free running: how an error grows over many single steps, and when the text becomes another one.
+"""Free running: the growth of errors over many single steps, and the first other token.
 
 The exact cache continues a prompt greedily. Every candidate is fed the same tokens one step at a
 time, so its next-token distribution can be compared at each step, also after its own choice would

@@ -1,4 +1,4 @@
-"""Quality over the length of a context: caches with a budget of bytes, and what else fits it.
+"""Quality over the length of a context: caches with a budget of bytes, and others that fit it.
 
 KL over position is measured on the text. What is remembered is measured by needles in a second
 text, one in each stretch: at its end all that came so far are asked for, on copies of the cache.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BudgetExceeded
-from kvpact.evaluate.base import Candidate, EvaluationError
+from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
 from kvpact.evaluate.feed import Steps, chunks, compressed_cache, forward, positions
 from kvpact.evaluate.metrics import mean_and_error, score_tokens
@@ -30,8 +30,6 @@ from kvpact.recipe import SpecLike, sensitivities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from kvpact.evaluate.base import Progress
 
 STRETCHES, FEWEST = 6, 4
 """Stretches that a text is reported in, and chunks that one has at least."""
@@ -348,7 +346,7 @@ def _needles(
     chunk: int,
     steps: Steps,
 ) -> dict[str, list[list[float]]]:
-    """Return what each cache finds at each end: log-probabilities less the exact cache's."""
+    """Return each cache's needles at each end: log-probabilities less the exact cache's."""
     context, asked = prepared(tokenizer, case)
     ends = _ends(len(context), chunk, len(asked))
     runs = _start(model, makers)

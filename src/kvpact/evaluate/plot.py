@@ -118,7 +118,7 @@ def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
 def save_panels(
     panels: Sequence[tuple[str, Probe | GrowthPanel]], path: str | PathLike[str]
 ) -> None:
-    """Draw what a probe found in each run, by the runs' names, one panel above the other."""
+    """Draw a probe's results of each run, by the runs' names, one panel above the other."""
     first = panels[0][1]
     figure = canvas.new_figure((10, first.margin + sum(probe.height for _, probe in panels)))
     for index, (run, probe) in enumerate(panels):

@@ -1,4 +1,4 @@
-"""An exact cache of a model's first and most recent tokens: what a bound without a codec leaves."""
+"""An exact cache of a model's first and most recent tokens, the baseline without a codec."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class RecentLayer(DynamicSlidingWindowLayer):  # type: ignore[no-untyped-call]
     is_sliding = False  # no mask hides what is held
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Append tokens, then drop what is too much; return K and V as the call sees them."""
+        """Append tokens, then drop surplus ones; return K and V as the call sees them."""
         k, v = super().update(key_states, value_states)
         last = self.sliding_window - 1 - SINKS
         if k.shape[2] > last + SINKS:

@@ -1,4 +1,4 @@
-"""All that was measured of one model on one text."""
+"""All measurements of one model on one text."""
 
 from dataclasses import dataclass
 from os import PathLike

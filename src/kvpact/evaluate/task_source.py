@@ -1,4 +1,4 @@
-"""The material of tasks: a text's sentences and words, and what is drawn from them."""
+"""The material of tasks: a text's sentences and words, and draws from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Made = tuple[str, list[Question]]  # a context, and what is asked after it
 
 @dataclass
 class TaskSource:
-    """A text's sentences and words, and what is drawn from them."""
+    """A text's sentences and words, and draws from them."""
 
     sentences: list[str]
     words: list[str]
@@ -90,7 +90,7 @@ def woven(source: TaskSource, depths: list[float], groups: list[list[str]]) -> s
 
 
 def too_short(source: TaskSource) -> EvaluationError:
-    """Return the error of a context that has no room for what a task puts into it."""
+    """Return the error of a context that is too short for a task's sentences."""
     return EvaluationError(
         f"{source.tokens} tokens are too few for what tasks put into them; take more"
     )

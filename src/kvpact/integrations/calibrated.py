@@ -1,4 +1,4 @@
-"""Calibration files as engines name them, and what an engine's layers take of one."""
+"""Calibration files named in an engine's settings, and the part that each layer takes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ def learnt_of(
     geometry: CacheGeometry,
     total: int,
 ) -> list[Learnt]:
-    """Return what codecs of some of a model's `total` layers learnt; or `SpecError`."""
+    """Return the learnt states for codecs of some of a model's `total` layers; or `SpecError`."""
     if known is None:
         return [NOTHING] * len(numbers)
     held, name = known

@@ -1,4 +1,4 @@
-"""Chunks of an engine's tokens as packed slots under a checksum: what LMCache and SGLang share."""
+"""Chunks of an engine's tokens as packed slots with a checksum; LMCache and SGLang share them."""
 
 import hashlib
 import time
@@ -21,7 +21,6 @@ from kvpact.stores.records import HEADER, seal, unseal
 
 _NAME = 64  # characters of a record's key: a BLAKE2b-256 in hexadecimal
 Shape = tuple[int, ...]
-Form = tuple[Sequence[int], torch.dtype]
 
 
 class Layout(Protocol):
@@ -111,9 +110,9 @@ class ChunkFormat(Generic[Where]):
                 )
         return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]
 
-    def nbytes(self, forms: Iterable[Form]) -> int:
+    def nbytes(self, tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
         """Return the bytes that a chunk takes, to the byte."""
-        return HEADER + _NAME + sum(self._file_bytes(tuple(shape), kind) for shape, kind in forms)
+        return HEADER + _NAME + sum(self._file_bytes(tuple(shape), kind) for shape, kind in tensors)
 
     def _file_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
         size = self._sizes.get((shape, dtype))

@@ -1,6 +1,4 @@
-"""Fingerprints of models: from what they compute with, never from names or times of files."""
-
-from __future__ import annotations
+"""Fingerprints of models, made of all that they compute with, never of file names or times."""
 
 import hashlib
 import json
@@ -99,7 +97,7 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
 
 
 def weights_seen(model: Any) -> tuple[object, object]:
-    """Return what changes when weights do, and with the active adapter; both cheap to read."""
+    """Return marks that change with weights and with the active adapter; cheap to read."""
     tensors, adapters = list[object](), list[object]()
     numbers: dict[torch.device, list[Tensor]] = defaultdict(list)
     gathered = gathers(model)

@@ -1,4 +1,4 @@
-"""The shape of the cache of one layer of a model, whatever it is known from."""
+"""The shape of one layer's cache, from a config, a table or a call of the model."""
 
 from __future__ import annotations
 

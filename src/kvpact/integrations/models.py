@@ -1,4 +1,4 @@
-"""Models to run on: small ones out of PyPI packages, or any model id or folder of transformers.
+"""Models to run: small ones from PyPI packages, or any model id or folder of transformers.
 
 GGUF files of packages are converted once: transformers takes half a minute to dequantise one; the
 safetensors folder that comes of it loads in a few seconds.

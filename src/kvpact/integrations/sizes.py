@@ -367,7 +367,7 @@ def _known_parts(
 
 
 def not_planned(spec: SpecLike, layers: Layers) -> list[str]:
-    """Return what only the tokens decide, in words."""
+    """Return the parts of a size that depend on the tokens themselves, in words."""
     if _known_parts(spec, layers, 0, 1) is not None:
         return []
     from kvpact.cache import unplanned

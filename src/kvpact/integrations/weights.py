@@ -1,4 +1,4 @@
-"""Reading a model's weights, in whatever form and wherever they are.
+"""Reading a model's weights in every form and place that they may have.
 
 They may be plain tensors, elsewhere until a module is called (accelerate's offload), parts that
 several processes hold (DTensor), of a class of their own (torchao), or nothing that anybody but
@@ -45,7 +45,7 @@ def read(module: Any, name: str, around: Sequence[Any] = (), gather: bool = Fals
 def read_if_known(
     module: Any, name: str, around: Sequence[Any] = (), gather: bool = False
 ) -> Tensor | None:
-    """Return what `read` does, and None where it raises."""
+    """Return the result of `read`, and None where it raises."""
     with suppress(MismatchError):
         return read(module, name, around, gather)
     return None
@@ -156,7 +156,7 @@ def part_of(model: Any) -> str:
 
 
 def mark(x: Any) -> object:
-    """Return what changes when a tensor is replaced or written to, as far as it shows."""
+    """Return a mark that changes when a tensor is replaced or visibly written to."""
     if not isinstance(x, Tensor) or x.is_meta:
         return type(x)  # a new one at every call
     if type(x) is Parameter:  # others may lie nowhere

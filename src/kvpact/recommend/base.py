@@ -167,7 +167,7 @@ class RecipePlan:
         }
 
     def of(self, spec: str) -> Measured:
-        """Return what is known of a measured spec."""
+        """Return the measurements of a spec."""
         return next(x for x in self.measured if x.spec == spec)
 
     def bytes_of(self, spec: str) -> int:

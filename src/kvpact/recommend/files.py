@@ -1,4 +1,4 @@
-"""The files of a recommendation: the recipe, the numbers, and a heat map of what layers cost."""
+"""The files of a recommendation: the recipe, the numbers, and a heat map of costs by layer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def _recipe(recommendation: Recommendation) -> str:
 
 
 def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
-    """Return what ``recommend.json`` holds."""
+    """Return the contents of ``recommend.json``."""
     plan = recommendation.plan
     rows = [asdict(row) for row in recommendation.evaluation.rows]
     difference, tools = recommendation.against_uniform, recommendation.tools

@@ -96,7 +96,7 @@ BACKWARD = 1.25  # time of a backward pass, in forward passes over a chunk
 
 
 def sensitivity_steps(tokens: int, chunk: int, draws: int) -> float:
-    """Return what the steps of `measure_sensitivity` take, in forward passes over a chunk."""
+    """Return the time of `measure_sensitivity`, in forward passes over a chunk."""
     return (-(-tokens // chunk) - 1) * (2 + BACKWARD * draws) + 1
 
 

@@ -1,4 +1,4 @@
-"""Measurement of what every candidate spec costs in every layer's K and V."""
+"""Measurement of each candidate spec's cost in each layer's K and V."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def code_layers(
 def measured_of(
     survey: Survey, context: int, draws: Sequence[int], *, smooth: bool = True
 ) -> list[Measured]:
-    """Return what some of the draws say of each spec, and its bytes at a context.
+    """Return each spec's cost by some of the draws, and its bytes at a context.
 
     `smooth`: whether the specs of a ladder share one sensitivity a layer: the mean of their ratios
     of cost and expected cost. A recipe chooses among them by their costs on single layers, whose

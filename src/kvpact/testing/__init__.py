@@ -1,4 +1,4 @@
-"""The public conformance kit: what methods, caches and stores keep to, as pytest classes.
+"""The public conformance kit: the contracts of methods, caches and stores as pytest classes.
 
 ::
 

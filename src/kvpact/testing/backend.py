@@ -1,7 +1,5 @@
 """`BackendContract`: a backend computes what the torch bodies compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple

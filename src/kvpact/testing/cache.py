@@ -1,6 +1,4 @@
-"""`CacheContract`: what a cache has to keep to, with the checks of its attention."""
-
-from __future__ import annotations
+"""`CacheContract`: the checks that every cache passes, with those of its attention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -204,7 +202,7 @@ class ModeChecks(CacheKit):
             assert not different, f"{name}: not the same bytes: {different}"
 
     def _history(self, mode: Mode, prompt: int) -> dict[str, Tensor]:
-        """Return the outputs of a small history and what is held at its end, by numbers."""
+        """Return the outputs of a small history and the tensors held at its end, by numbers."""
         found, has = dict[str, Tensor](), self.operations.__contains__
         total = prompt + _STEPS * _NEW
         shape = Shape(1, 2, (total,), 32, 32, torch.float32)

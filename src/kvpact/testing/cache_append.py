@@ -1,6 +1,4 @@
-"""Checks of appending: pieces and the whole, what is exact, what is held and counted."""
-
-from __future__ import annotations
+"""Checks of appending: pieces against the whole, exact tokens, counts and bytes."""
 
 from concurrent.futures import ThreadPoolExecutor
 from math import isnan
@@ -18,7 +16,7 @@ from kvpact.testing.held import held_bytes, held_tensors, same_bytes
 
 
 class AppendChecks(CacheKit):
-    """Checks of what a cache holds after tokens came."""
+    """Checks of a cache's contents after tokens were appended."""
 
     def test_contract(self) -> None:
         """The cache is a `CompressedKVCache`, and its calls return what the contract says."""

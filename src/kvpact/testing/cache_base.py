@@ -44,20 +44,20 @@ class CacheKit(ShapeKit):
         return create_cache(self.spec, geometry, max_tokens=max_tokens, **self.options(geometry))
 
     def options(self, geometry: CacheGeometry) -> dict[str, Any]:
-        """Return what `create_cache` is given besides, in every layout."""
+        """Return further arguments of `create_cache`, in every layout."""
         learnt, offsets = self.calibration(geometry), self.key_offsets(geometry)
         return {"calibration": learnt, "key_offsets": offsets}
 
     def key_offsets(self, geometry: CacheGeometry) -> dict[int, KeyOffset]:
-        """Return what keys are stored without, by layer: nothing."""
+        """Return the key offsets by layer: none."""
         return {}
 
     def calibration(self, geometry: CacheGeometry) -> dict[int, Learnt]:
-        """Return what codecs have learnt before, by layer: nothing, but for fitted methods."""
+        """Return the calibration by layer: none, but for fitted methods."""
         return {}
 
     def learnt_bytes(self, geometry: CacheGeometry) -> int:
-        """Return the bytes of what the codecs of all layers have learnt."""
+        """Return the bytes of the learnt states of all layers' codecs."""
         states = [state for pair in self.calibration(geometry).values() for state in pair]
         return sum(tensor.nbytes for state in states for tensor in state.values())
 

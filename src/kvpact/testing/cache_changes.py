@@ -1,4 +1,4 @@
-"""Checks of what changes a cache: truncate, rows, fork, snapshots."""
+"""Checks of changes to a cache: truncate, rows, fork, snapshots."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -144,7 +144,7 @@ class RollbackChecks(CacheKit):
 
 
 def _close(shown: torch.Tensor, given: torch.Tensor) -> bool:
-    """Return whether decompressed tokens are nearer to what was given than zeros are."""
+    """Return whether decompressed tokens are nearer to the given ones than zeros are."""
     error = (shown.double() - given.double()).norm()
     return bool(torch.isfinite(shown).all()) and bool(error < given.double().norm())
 

@@ -1,7 +1,5 @@
 """Checks of wrong input: a named error, and the cache is exactly as before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -20,7 +20,7 @@ from kvpact.testing.depends import depends_on
 
 
 def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
-    """Return what one row of a layer holds: used slots, exact copies, lengths, what was learnt."""
+    """Return the tensors of a row of a layer: used slots, exact copies, lengths, states."""
     found = {}
     for name, stream in (("k", layer.k), ("v", layer.v)):
         if stream is None:
@@ -69,7 +69,7 @@ class PagedCacheContract(CacheContract):
         return cache, 2 * cache.cache.pool.page_size
 
     def held(self, cache: Any) -> dict[str, Tensor]:
-        """Return what the rows of a view hold: which pages it stands on is no part of it."""
+        """Return the tensors of the rows of a view, whichever pages they stand on."""
         found: dict[str, Tensor] = {}
         for row, seq in enumerate(cache.seqs or ()):
             for index in range(cache.cache.geometry.num_layers):
@@ -80,7 +80,7 @@ class PagedCacheContract(CacheContract):
         return found
 
     def empty_bytes(self, cache: Any, geometry: CacheGeometry) -> int:
-        """Return what an empty cache holds: its pool, and what was learnt."""
+        """Return the bytes of an empty cache: its pool, and learnt states."""
         pool: int = sum(tensor.nbytes for tensor in cache.cache.pool.tensors())
         return pool + super().empty_bytes(cache, geometry)
 

@@ -1,7 +1,5 @@
 """Dependencies of checks on codecs, so that not every spec has to go through every check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 

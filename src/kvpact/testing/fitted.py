@@ -52,7 +52,7 @@ class FittedKit:
         heads: int = 1,
         offset: float = 0.0,
     ) -> FittedCodec:
-        """Return a fitted codec whose state is nobody else's memory."""
+        """Return a fitted codec whose state shares no memory."""
         codec = self.unfitted(side, dim, dtype)
         key = (self.spec, self.calibration_tokens, side, dim, dtype, heads, offset)
         if key not in _STATES:
@@ -61,7 +61,7 @@ class FittedKit:
         return codec.restore({name: tensor.clone() for name, tensor in _STATES[key].items()})
 
     def calibration(self, geometry: CacheGeometry) -> dict[int, tuple[State, State]]:
-        """Return what the codecs of every layer learnt, for `create_cache`."""
+        """Return the learnt states of every layer's codecs, for `create_cache`."""
         heads, dtype = geometry.num_kv_heads, geometry.dtype or torch.float32
         # Keys have constants of their own, as those that the cache is given (`CacheKit.tokens`).
         return {

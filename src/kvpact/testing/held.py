@@ -110,7 +110,7 @@ def copied_tensors(root: object) -> dict[str, Tensor]:
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str:
-    """Return what differs between two states (paths); empty if nothing does."""
+    """Return the paths at which two states differ; empty if they do nowhere."""
     paths = [path for path in {**a, **b} if path not in a or path not in b]
     paths += [path for path in a if path in b and not same_bytes(a[path], b[path])]
     return ", ".join(paths)

@@ -1,4 +1,4 @@
-"""`MethodContract`: what a method has to keep to; the checks of its spec and its arithmetic."""
+"""`MethodContract`: the checks that every method passes, of its spec and its arithmetic."""
 
 import dataclasses
 import json

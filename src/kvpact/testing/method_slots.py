@@ -1,4 +1,4 @@
-"""Checks of the bytes: what is written can be read, counted, cleared, and continued after a cut."""
+"""Checks of the bytes: written ones can be read, counted, cleared, and continued after a cut."""
 
 import math
 
@@ -163,7 +163,7 @@ class SlotChecks(method_base.MethodKit):
 
 
 def _side_information(codec: Codec, arrays: method_base.Arrays) -> method_base.Arrays:
-    """Return what a group holds besides its codes."""
+    """Return a group's arrays besides its codes."""
     return {field.name: arrays[field.name] for field in codec.fields if field.per_group}
 
 

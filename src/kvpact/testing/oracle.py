@@ -1,4 +1,4 @@
-"""The specification of appends and rollbacks: what a stream holds, in the simplest form.
+"""The specification of appends and rollbacks: a stream in its simplest form.
 
 `StreamOracle` keeps plain tensors and quantises every token exactly once. The state machines of the
 tests compare caches with it after every step; `Stream` (`kvpact/cache/stream/stream.py`) does it

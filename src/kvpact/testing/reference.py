@@ -1,4 +1,4 @@
-"""Attention written out in fp64, all at once: what every faster way has to equal."""
+"""Attention written out in fp64, without blocks: the reference for every faster way."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""One table of specs: what every registered method is tested with.
+"""The one table of specs with which every registered method is tested.
 
 A method names specs in its `examples`, the most telling one first, and further ones in `variants`;
 a method that names none is tested with its defaults. So a method is in every matrix of tests that

@@ -1,6 +1,4 @@
-"""`StoreContract`: what a store keeps to: entries, keys, blobs, counts; damage, age, the budget."""
-
-from __future__ import annotations
+"""`StoreContract`: the checks of entries, keys, blobs and counts; of damage, age and the budget."""
 
 import warnings
 from collections.abc import Callable

@@ -66,6 +66,6 @@ class StoreKit:
         store.flush()
 
     def need(self, name: str) -> None:
-        """Skip a check of what the store does not have."""
+        """Skip a check of a feature that the store does not have."""
         if not getattr(self, name):
             pytest.skip(f"{name} = False")

@@ -10,8 +10,6 @@ vLLM's CPU worker has the first shape, and other numbers in it: of a page and he
 then V of all tokens, each in an order that its instructions like. So its pages are an option, too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

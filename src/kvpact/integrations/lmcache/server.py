@@ -39,7 +39,7 @@ def key_hash(key: Any) -> str:
 
 
 class KVPactSerde:
-    """Serializer and deserializer of LMCache, for any threads; `remove` drops what is damaged."""
+    """Serializer and deserializer of LMCache, for any threads; `remove` drops damaged chunks."""
 
     def __init__(self, chunks: ChunkFormat[ChunkLayout], remove: Callable[[Any], None]) -> None:
         self.chunks = chunks
@@ -169,7 +169,7 @@ _SERVED = Served()  # LMCache calls both of the functions below without saying f
 
 
 def create_serde(options: dict[str, Any]) -> Any:
-    """Return what LMCache runs for an adapter with ``"serde": {"type": "kvpact", …}``."""
+    """Return the processor for an LMCache adapter with ``"serde": {"type": "kvpact", …}``."""
     from lmcache import torch_device_type
     from lmcache.v1.distributed.serde import AsyncSerdeProcessor
 

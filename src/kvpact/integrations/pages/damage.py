@@ -1,4 +1,4 @@
-"""Pages whose tokens could not be stored: who reads them gets NaN, as from a cache that holds it.
+"""Pages with tokens that could not be stored: their readers get NaN, as from any damaged cache.
 
 vLLM's own cache stores NaN and infinity, and what was computed from them is NaN for all who read
 them, of the prefix cache too. kvpact's methods can't hold them (nor numbers beyond fp16), and vLLM

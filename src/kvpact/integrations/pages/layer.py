@@ -1,4 +1,4 @@
-"""A layer over an engine's pages: sequences of a batch attend, and their tokens are stored."""
+"""A layer over an engine's pages: stores the tokens of a batch and attends over its sequences."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -297,7 +297,7 @@ class PagedLayer:
         return ready
 
     def _storable(self, row: Row, batch: _Batch) -> Row:
-        """Return what of a row can be stored, when not all of it can: its first tokens."""
+        """Return the first tokens of a row that can be stored, when not all of them can."""
         parts = [row._replace(end=end) for end in range(row.start, row.end)]
         row = parts[storable(lambda n: self._writers(parts[n], batch), len(parts))]
         row = row._replace(pages=row.pages[: -(-row.length // self._tokens)])
@@ -346,7 +346,7 @@ class PagedLayer:
             encoder.write(what, source, window.packed % self._tokens)
 
     def _clear(self, row: Row) -> None:
-        """Clear what a row's pages hold after the place where its new tokens go."""
+        """Clear a row's pages from the place of its new tokens on."""
         start, end = row.held, row.length
         while start < end:
             index, inside = divmod(start, self._tokens)

@@ -1,4 +1,4 @@
-"""Prompts, attended by a kernel that reads exact tokens, over scratch pages of them.
+"""Attention of prompts by a kernel that reads exact tokens, over scratch pages.
 
 What it computes is defined by `Plan.attend`; scores and sums are rounded as the kernel does, and
 decoded numbers to the tokens' dtype.
@@ -66,7 +66,7 @@ class Scratch:
         return [self._run(run) for run in runs]
 
     def put_held(self, view: LayerView, places: Tensor, plan: Plan) -> None:
-        """Put what a sequence holds into pages: slots decoded, and its window."""
+        """Write a sequence's held tokens into pages: slots decoded, and its window."""
         exact = view.k.exact_from
         for start in range(0, exact, _PIECE):
             end = min(start + _PIECE, exact)

@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
-    """Return the rows of a batch in parts, of which each reads what the earlier ones stored."""
+    """Return the rows of a batch in parts; each part reads tokens that earlier ones stored."""
     parts, left = [], list(rows)
     # vLLM offers a page to others once the tokens that fill it are scheduled, also in a batch.
     while left:
@@ -93,7 +93,7 @@ class WindowPool:
         self._at: dict[int, Window] = {}
 
     def claim(self, rows: Sequence[Row]) -> list[Window]:
-        """Return the window of each row, which is nobody else's until `keep`."""
+        """Return the window of each row, reserved for it until `keep`."""
         if not self.width:
             return [Window(-1, row.held, self._none) for row in rows]
         known = self._at

@@ -1,11 +1,9 @@
 """The layout of K and V in a flat page of SGLang's host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -32,7 +30,7 @@ class PageLayout:
     order: str
 
     @classmethod
-    def of(cls, pool: Any) -> PageLayout:
+    def of(cls, pool: Any) -> Self:
         """Return the layout of a pool of SGLang's host memory. Raises `GeometryError`."""
         names = ("layout", "layer_num", "head_num", "page_size", "head_dim")
         missing = [name for name in names if not hasattr(pool, name)]

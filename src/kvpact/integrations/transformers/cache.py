@@ -1,7 +1,5 @@
 """`CompressedCache`: transformers' `Cache` with full-attention layers compressed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -210,7 +208,7 @@ class CompressedCache(Evicting):
         self._dropped_at = versions.drops_cache_at(decoder)
 
     def __bool__(self) -> bool:
-        """Return False where Phi-3's `generate` may drop the cache; warn of what is dropped."""
+        """Return False where Phi-3's `generate` may drop the cache, and warn of the loss."""
         if self._dropped_at is None:
             return True
         # An empty cache is none to drop.

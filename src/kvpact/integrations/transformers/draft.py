@@ -1,4 +1,4 @@
-"""A draft model with a cache of one's own choice, for transformers' assisted generation."""
+"""A draft model with a given cache, for transformers' assisted generation."""
 
 from copy import copy
 from typing import Any

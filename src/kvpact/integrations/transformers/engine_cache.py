@@ -55,7 +55,7 @@ class NoPair(GeometryError, AttributeError):
 
 
 class FirstLayer(NamedTuple):
-    """The layer that a call updates first, and what it held before: so many tokens, and exactly."""
+    """The layer that a call updates first, with its tokens from before the call."""
 
     layer: Any
     held: int
@@ -278,7 +278,7 @@ class TransformersCache(Summarized, Cache):
                 layer.fit_index()
 
     def _take_back(self, first: FirstLayer) -> None:
-        """Let a call's first layer hold what it held before, exactly: as if nobody had called."""
+        """Restore a call's first layer exactly to its state before the call."""
         layer, held, moment = first
         own = self._shared.gaps.held(held)
         if held == 0:
@@ -357,7 +357,7 @@ def _tokens_of(layer: Any) -> int:
 
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:
-    """Yield what one of transformers' layers caches: K and V, or the states of linear attention."""
+    """Yield the tensors of one of transformers' layers: K and V, or states of linear attention."""
     if isinstance(layer, CompressedValueLayer) and layer.positions is not None:
         yield layer.positions
     for name, value in vars(layer).items():

@@ -1,4 +1,4 @@
-"""Tokens that a model's cache holds, and evicts: `CompressedCache.evict`, `compact`, `snapshot`.
+"""Eviction and snapshots of a model's cache: `CompressedCache.evict`, `compact`, `snapshot`.
 
 What is left keeps the positions it was computed with, and the next token takes the position that it
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
@@ -101,7 +101,7 @@ class Evicting(TransformersCache):
         self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:
-        """Return what holds the compressed layers, of which tokens may be evicted."""
+        """Return the cache of the compressed layers, from which tokens may be evicted."""
         self._shared.gaps.check(self._shared.config._attn_implementation)
         self.tokens()
         return self.held()

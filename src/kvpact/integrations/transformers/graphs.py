@@ -1,4 +1,4 @@
-"""A model's decode step as one CUDA graph: launched at once, without any of Python's time.
+"""A model's decode step as one CUDA graph, replayed without Python in between.
 
 Kernels read from the device how many tokens are held and where they lie, so the same launches serve
 every step. The host only counts. A step that packs a group of tokens (every 64th with the default
@@ -137,14 +137,14 @@ class DecodeGraph:
         return [held.entry(layer) for layer in range(held.geometry.num_layers)]
 
     def _stands(self, layers: list[CacheLayer]) -> bool:
-        """Return whether there is room, and nobody else changed what layers hold."""
+        """Return whether there is room, and the layers are as the last step left them."""
         same = len(self._known) == len(layers) and self._left > 0
         pairs = zip(layers, self._known, strict=False)
         same = same and all(layer._held is held for layer, held in pairs)
         return same and (self._replay is None or self._placed == _placed(layers))
 
     def _begin(self, layers: list[CacheLayer], ids: Tensor) -> None:
-        """Make room, and let every layer find out how it steps; what is held stays as it is."""
+        """Make room, and let every layer choose its step; held tokens stay as they are."""
         held = self.cache.held()
         assert held is not None
         held.reserve(self.room)
@@ -182,7 +182,7 @@ class DecodeGraph:
         return logits
 
     def _capture(self, layers: list[CacheLayer], ids: Tensor) -> None:
-        """Capture a step; layers hold what they held before."""
+        """Capture a step, and leave the layers as they were."""
         self._ids, self._positions = ids.clone(), layers[0].length - self._padding
         before = [layer._held for layer in layers]
         runners = _runners(layers)
@@ -230,7 +230,7 @@ class DecodeGraph:
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what replays a step: a graph, or, where kernels are interpreted, the step itself."""
+    """Return the replay of a step: a graph, or the step itself where kernels are interpreted."""
     if device.type != "cuda":
         return step
     new_stream: Any = torch.cuda.Stream
@@ -269,7 +269,7 @@ def _place(layers: list[CacheLayer]) -> None:
 
 
 def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
-    """Return what carries out the layers' steps, and how often each was given tokens' places."""
+    """Return the runners of the layers' steps, and how often each was sent tokens' places."""
     return [(runner, runner.placed) for runner in _runners(layers)]
 
 

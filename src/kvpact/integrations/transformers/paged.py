@@ -88,7 +88,7 @@ class PagedBatch(TransformersCache):
         return self.view._summary()
 
     def _go_back(self, length: int) -> None:
-        """Let each row hold in all layers what it holds in the last."""
+        """Cut each row in all layers to its length in the last."""
         self._order.forget()
         self._shared.stored()
         cache = self.view.cache

@@ -1,4 +1,4 @@
-"""Prefixes of prompts for transformers' models: what was computed once is loaded, not computed."""
+"""Prefixes of prompts for transformers' models: loaded from a store instead of computed again."""
 
 import re
 from collections.abc import Sequence

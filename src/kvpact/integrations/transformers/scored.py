@@ -1,6 +1,4 @@
-"""Scores from outside, by which a cache keeps some of its tokens: those of kvpress' presses."""
-
-from __future__ import annotations
+"""Scores from outside, such as kvpress' presses, by which a cache keeps some of its tokens."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

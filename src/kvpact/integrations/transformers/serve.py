@@ -5,8 +5,6 @@
 All but ``--spec`` goes to ``transformers serve``.
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -89,7 +89,7 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
 
 
 def cache_of(output: Any) -> Any:
-    """Return the cache in what a model or `generate` returned."""
+    """Return the cache in the output of a model or of `generate`."""
     return getattr(output, CACHE, None)
 
 
@@ -124,7 +124,7 @@ def cache_layers(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, An
 
 
 def _asked(config: Any) -> tuple[list[str], dict[str, Any]]:
-    """Return what `get_layer_types_and_kwargs` would, before 5.15, as `DynamicCache` finds it."""
+    """Return the types and options of layers before 5.15, as `DynamicCache` finds them."""
     window, chunk = (
         getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
     )
@@ -196,7 +196,7 @@ def rebound(function: Any, **names: Any) -> Any:
 
 
 def check_index() -> None:
-    """Raise `VersionError` where attention does not get rightly what an index chose."""
+    """Raise `VersionError` where transformers passes an index's choice to attention wrongly."""
     if "indexed_attention" not in LAYER_CLASSES:
         raise VersionError("'kvpact' attends to what an index chose", "5.19")
 
@@ -278,5 +278,5 @@ class TransformersLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The base class of transformers' cache layers, in the words of its newest version."""
 
     def get_max_cache_shape(self) -> int:
-        """Return what `get_max_length` does, for versions before 5.15."""
+        """Return `get_max_length()` under its name before 5.15."""
         return self.get_max_length()

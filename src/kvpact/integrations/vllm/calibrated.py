@@ -3,8 +3,6 @@
 Where there is no calibration, a process of its own makes it when the engine starts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,7 +26,7 @@ def calibration_file() -> str | None:
 
 
 def named() -> Known | None:
-    """Return what the file holds, None where none is named. Raises `SpecError`, `FormatError`."""
+    """Return the named file's calibration, or None. Raises `SpecError`, `FormatError`."""
     path = calibration_file()
     return None if path is None else _loaded(path)
 
@@ -39,7 +37,7 @@ def _loaded(path: str) -> Known:
 
 
 def known_of(model: Any, specs: Sequence[Spec]) -> Known | None:
-    """Return what the specs of a model's layers learnt, None where they learn nothing."""
+    """Return the calibration for the specs of a model's layers, None where they learn nothing."""
     learnt = tuple(learning(specs))
     return (named() or _found(model.model, model.revision, learnt)) if learnt else None
 
@@ -56,7 +54,7 @@ def _found(name: str, revision: str | None, specs: tuple[Spec, ...]) -> Known:
 
 
 def of_rank(learnt: Learnt, heads: int, rank: int, ranks: int) -> Learnt:
-    """Return what was learnt of the `heads` that one of tensor-parallel ranks has."""
+    """Return the learnt states of the `heads` of one tensor-parallel rank."""
 
     def part(x: Tensor) -> Tensor:
         start = rank * len(x) // ranks  # heads may be fewer than ranks, which then share them

@@ -1,7 +1,5 @@
 """vLLM's side of the connector: prefixes in a store, shared by engines (``KVConnectorBase_V1``)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -50,7 +48,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs: of what was noted, the mean."""
+        """Return the figures that vLLM logs: counts, and means of samples."""
         return {k: sum(x) / len(x) if k in NOTED else x for k, x in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -135,7 +133,7 @@ class KVPactConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: what was not saved is computed again."""
+        """False: tokens that were not saved are computed again."""
         return False
 
     @property
@@ -161,7 +159,7 @@ class KVPactConnector(KVConnectorBase_V1):
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Return what the worker does in a step."""
+        """Return the worker's jobs of a step."""
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -206,12 +204,12 @@ class KVPactConnector(KVConnectorBase_V1):
         self._worker.register(pages, loaded, damaged)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Take what the scheduler planned for a step."""
+        """Take the scheduler's jobs for a step."""
         super().bind_connector_metadata(connector_metadata)
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin to read what was planned; vLLM goes on with other requests."""
+        """Begin the planned loads; vLLM goes on with other requests."""
         self._worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -238,7 +236,7 @@ class KVPactConnector(KVConnectorBase_V1):
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         new = self._counts.take()
         return ConnectorStats(data=new) if new else None
 

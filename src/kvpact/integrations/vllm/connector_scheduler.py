@@ -1,4 +1,4 @@
-"""The connector's part in vLLM's scheduler: what the store holds, what is loaded and saved."""
+"""The connector's part in vLLM's scheduler: lookups in the store, loads and saves."""
 
 import hashlib
 import json
@@ -123,7 +123,7 @@ class PrefixScheduler:
         self._loading[request.request_id] = load
 
     def plan(self, output: Any) -> StepPlan:
-        """Return what workers do in a step, given vLLM's `SchedulerOutput`."""
+        """Return the workers' jobs of a step, given vLLM's `SchedulerOutput`."""
         saves: list[Save] = []
         for new in output.scheduled_new_reqs:
             one = self._tracked.get(new.req_id)
@@ -253,7 +253,7 @@ class PrefixScheduler:
         )
 
     def _completed(self, one: _Tracked, computed: int, output: Any) -> list[Save]:
-        """Plan to save what a step completes of a request."""
+        """Plan to save the chunks of a request that a step completes."""
         end = computed + output.num_scheduled_tokens[one.request.request_id]
         # The newest tokens may not be known yet while their K and V are computed.
         last = min(end, len(one.request.all_token_ids)) // self.chunk

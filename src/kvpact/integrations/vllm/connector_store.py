@@ -1,4 +1,4 @@
-"""The store of both sides of the connector: options, threads that ask it, counters.
+"""The store of both sides of the connector: options, threads, counters.
 
 Nobody who serves tokens ever waits for a store: threads talk to it.
 """
@@ -49,7 +49,7 @@ class ConnectorOptions:
 
 
 def options_of(extra: Mapping[str, Any]) -> ConnectorOptions:
-    """Read ``kv_connector_extra_config``; see `ConnectorOptions` for what it raises."""
+    """Read ``kv_connector_extra_config``; raises as `ConnectorOptions`."""
     known = [field.name for field in fields(ConnectorOptions)]
     unknown = [name for name in extra if name not in known]
     if unknown or "store" not in extra:
@@ -86,7 +86,7 @@ def share_store(options: ConnectorOptions) -> Store:
 
 
 def release_store(options: ConnectorOptions) -> None:
-    """Close a store that nobody else uses."""
+    """Close a store after its last user."""
     which = options.store, options.secret_file
     with _lock:
         store, users = _shared.pop(which)
@@ -149,7 +149,7 @@ class ConnectorCounts:
             return dict(self._total)
 
     def take(self) -> dict[str, int | list[float]]:
-        """Return what was counted and noted since the last call, without zeros."""
+        """Return the counts and samples since the last call, without zeros."""
         with self._lock:
             new = {name: n - self._taken[name] for name, n in self._total.items()}
             self._taken = dict(self._total)
@@ -170,14 +170,14 @@ IDLE = 0.01  # seconds that an engine with nothing to compute waits for a job be
 
 
 class Job(Future[Any]):
-    """The future of a `Lane`'s `work`, which notes `progress`; `stopped`: nobody waits."""
+    """The future of a `Lane`'s `work`, which notes `progress`; `stopped`: no longer wanted."""
 
     def __init__(self, work: Callable[[Job], Any]) -> None:
         super().__init__()
         self.stopped, self.progress, self._work = False, 0, work
 
     def run(self) -> None:
-        """Do it; nothing is raised."""
+        """Do the work; nothing is raised."""
         try:
             self.set_result(None if self.stopped else self._work(self))
         except BaseException as error:  # a third party's store may raise anything

@@ -78,7 +78,7 @@ class PrefixWorker:
         self._staged = [(save, {}) for save in accepted if save.pieces]
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Begin to read what is to be loaded."""
+        """Begin the loads of a step."""
         begin = time.monotonic()
         for load in plan.loads:
             if self._loads_lane.stuck(self._options.timeout):
@@ -91,7 +91,7 @@ class PrefixWorker:
         self._staged = [one for one in self._staged if self._copied(*one, name)]
 
     def end(self) -> None:
-        """Hand what was copied to the thread that saves it."""
+        """Hand copied pages to the thread that saves them."""
         staged, self._staged = self._staged, []
         for save, layers in staged:
             if self._damaged(save.pages):  # tokens that could not be stored: nobody may load them
@@ -158,7 +158,7 @@ class PrefixWorker:
         ]
 
     def _take(self, load: Load, job: Job) -> int:
-        """Write what a load brought, and return how many of its pages hold tokens now."""
+        """Write the chunks of a load, and return how many of its pages hold tokens now."""
         if not job.done():
             job.stopped = True
             what = f"{self._entry(load.pieces[0])} and what follows from {self._store!r}"

@@ -1,4 +1,4 @@
-"""vLLM's own CPU attention: where it attends along with kvpact, and the order of its pages.
+"""vLLM's own CPU attention: its use along with kvpact, and the order of its pages.
 
 Where it multiplies in AMX it is the kernel of prompts. Its other kernels are no faster than
 kvpact's, and would need what is stored to be decoded first.
@@ -50,7 +50,7 @@ class OwnKernel:
         ops.cpu_attn_reshape_and_cache(k, v, *pages, slots, _AMX)
 
     def schedule(self, sequences: Sequences) -> Tensor:
-        """Return what calls of all layers over the same sequences have in common."""
+        """Return the schedule that calls of all layers over the same sequences share."""
         q_heads, kv_heads = self._heads
         made: Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(sequences.lengths),

@@ -1,4 +1,4 @@
-"""vLLM's side on a GPU: what differs from its CPU worker."""
+"""vLLM's side on a GPU, as far as it differs from the CPU worker."""
 
 from typing import Any, ClassVar, NoReturn
 

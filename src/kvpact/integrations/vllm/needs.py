@@ -1,4 +1,4 @@
-"""Names of vLLM that the plug-in uses, most of them private: they are checked at vLLM's start.
+"""Names of vLLM that the plug-in uses, most of them private; vLLM's start checks them.
 
 So a later vLLM without one of these names is refused, with all that are missing, and no other is.
 """

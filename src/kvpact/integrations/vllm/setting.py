@@ -1,4 +1,4 @@
-"""The first setting of the plug-in, an environment variable: a spec or the path of a recipe.
+"""The plug-in's main setting, an environment variable: a spec or the path of a recipe.
 
 Each spec of a recipe has a backend class of its own, and layers with a sliding window have vLLM's.
 """
@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 
 def served() -> str | None:
-    """Return what the variable holds, a spec or the path of a recipe; None where it is not set."""
+    """Return the variable's value, a spec or the path of a recipe; None where it is not set."""
     return os.environ.get(SETTING, "").strip() or None
 
 

@@ -1,4 +1,4 @@
-"""The table of batch rows for attention kernels: counts, and where tokens lie.
+"""The table of batch rows for attention kernels: counts and addresses of tokens.
 
 One launch serves calls of unlike lengths, so everything that differs from row to row stands in one
 table on the device, `[B, COLUMNS]` int64. Exact tokens lie in three sources for K and three for V:

@@ -3,14 +3,12 @@
 A `SlotForm` is hashable and is passed to kernels as one constant: each one makes a variant.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -48,7 +46,7 @@ MOST_GROUP = 128  # tokens of the largest group that is encoded
 
 @dataclass(frozen=True)
 class SlotForm(Form):
-    """A form, and how kernels lay out what it says; to read and to write."""
+    """A form, and the layout that kernels give it, to read and to write."""
 
     names: ClassVar[tuple[str, ...]] = (
         "codes", "scale", "zero", "fold", "shift", "base", "mean", "step",
@@ -201,7 +199,7 @@ class SlotPlaces(NamedTuple):
         sources: Sequence[SegmentSource],
         batch: int,
         device: torch.device,
-    ) -> SlotPlaces:
+    ) -> Self:
         """Return where fields lie, of one source for all rows or one each; or `GeometryError`."""
         found = [_lie(form, source) for source in sources]
         count = max(len(where.segments) for held in found for where in held.values())
@@ -230,7 +228,7 @@ class SlotPlaces(NamedTuple):
         """Tiles of 32 tokens of a segment."""
         return self.segment_tokens // TILE
 
-    def row(self, index: int) -> SlotPlaces:
+    def row(self, index: int) -> Self:
         """Return where one row's slots lie."""
         return self._replace(table=self.table[:, index : index + 1].contiguous())
 

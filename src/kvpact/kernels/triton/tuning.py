@@ -1,4 +1,4 @@
-"""Launch settings of attention kernels: tables, so that nobody waits for measurements.
+"""Launch settings of attention kernels, as tables: nothing is measured at run time.
 
 None of it has been timed on a device yet. Of the fast kernels, blocks of 64 tokens (128 where V has
 3 bits), one warp and two buffers have the fewest instructions a token without spills; of the

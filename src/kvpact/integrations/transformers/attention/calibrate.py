@@ -1,4 +1,4 @@
-"""Calibrating methods to a transformers model: texts run through it, layers are learnt from."""
+"""Calibration of methods to a transformers model: texts run through it, layers learn from them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,7 +107,7 @@ def query_energy(seen: SeenLayer) -> Tensor:
 
 
 def key_rotations(model: Any) -> dict[int, KeyRotation]:
-    """Return what turns keys by their positions, by layer, where one set of frequencies does."""
+    """Return the rotations of keys by layer, where one set of frequencies gives them."""
     config = model.config.get_text_config(decoder=True)
     data = config.to_dict()
     if rope_by_length(data) or "mrope_section" in str(data):

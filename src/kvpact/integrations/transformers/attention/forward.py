@@ -1,4 +1,4 @@
-"""The attention function ``kvpact``, and which models use it while caches for them are there.
+"""The attention function ``kvpact``, and the loans by which models use it while caches exist.
 
 Over packed slots where K and V are handles; for any other K and V it does what ``sdpa`` does.
 """
@@ -301,7 +301,7 @@ def _give_back(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def given_back(config: PreTrainedConfig) -> Iterator[None]:
-    """Let a config have the attention that it has without a loan, for whoever asks by name."""
+    """Let a config have its own attention during the context, for code that asks for its name."""
     with _lock:
         lent, before = config._attn_implementation, _before.get(id(config))
         stand_in = before or ("sdpa" if lent == ATTENTION else lent)

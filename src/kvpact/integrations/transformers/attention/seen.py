@@ -51,7 +51,7 @@ class Seen:
     def take(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Keep what one layer was given; return what it attends to."""
+        """Keep the queries, K and V of one layer; return the K and V that it attends to."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or not 0 <= layer < self.num_layers:
             return k, v

@@ -6,8 +6,6 @@ attention is lent (`kvpact`), one native call attends for all requests of a batc
 the pool is made; any other attention reads what the pages hold, decompressed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -164,7 +162,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self._served.calls.add(self._lengths.pop(request_id, 0), 0, 0, compute)
 
     def _count(self) -> None:
-        """Tell what requests hold now, those blocks that they share once."""
+        """Report the bytes that requests hold now; shared blocks count once."""
         served, held = self._served, len(set().union(*self.block_table.values()))
         windows = served.window_bytes() * min(len(self.block_table), served.windows)
         nbytes = held * self.bytes_per_block + windows // served.windows
@@ -257,7 +255,7 @@ def _paged(spec: Spec) -> Spec:
 
 
 def served_specs(specs: Sequence[Spec]) -> list[Spec]:
-    """Return what pages hold of specs, the default one without sinks and means; or `SpecError`."""
+    """Return specs as pages hold them, the default one without sinks and means; or `SpecError`."""
     default = parse_spec(DEFAULT_SPEC)
     for spec in dict.fromkeys(specs):
         wanted = _paged(spec)

@@ -84,7 +84,7 @@ class _Hook:
 
 
 class _State(dict[str, Any]):
-    """The attributes of an enabled model, for whoever copies it; pickled, they lack hooks."""
+    """The attributes of an enabled model for copies of it; pickled, they lack hooks."""
 
     def __init__(self, hook: _Hook) -> None:
         super().__init__(hook.method())

@@ -18,7 +18,7 @@ from kvpact.kernels import Compute
 
 
 class ServedCalls:
-    """Figures of the caches made for a model; what a cache held is added when it is freed."""
+    """Figures of the caches made for a model; a cache's are added when it is freed."""
 
     def __init__(self) -> None:
         # A cache may be freed by the garbage collector within these very functions.
@@ -48,7 +48,7 @@ class ServedCalls:
         self.add(tokens, found.nbytes, found.exact, compute if tokens else None)
 
     def add(self, tokens: int, nbytes: int, exact: int, compute: Compute | None) -> None:
-        """Add tokens of what is over; the bytes that something held, and those of an exact one."""
+        """Add the tokens of a call that is over, and its bytes, held and in an exact cache."""
         with self._lock:
             self._tokens += tokens
             if nbytes > self._most:

@@ -1,4 +1,4 @@
-"""Log of a model's calls for a cache: token ids, and what else K and V depend on."""
+"""A log of the model's calls for a cache: token ids, and everything else K and V depend on."""
 
 from collections.abc import Sequence
 from inspect import signature
@@ -60,7 +60,7 @@ class CallLog:
         rows[2] = reason
 
     def call(self, held: int, given: dict[str, Any], named: list[str]) -> None:
-        """Log a call to come on a cache of `held` tokens; `named`: what else matters."""
+        """Log a coming call on a cache of `held` tokens; `named`: other arguments that matter."""
         if self.seen < held:
             self.note(self.seen, held - self.seen, reason=_UNSEEN)
         ids, mask, places = map(given.get, ("input_ids", "attention_mask", "position_ids"))
@@ -119,7 +119,7 @@ class CallLog:
 
 
 class CallWatch:
-    """A model's hook that logs what it is called with in the `CompressedCache` of the call."""
+    """A model's hook that logs the arguments of a call in its `CompressedCache`."""
 
     def __init__(self, model: Any, media: bool) -> None:
         self._names = tuple(signature(model.forward).parameters)
@@ -137,12 +137,12 @@ class CallWatch:
 
 
 def _captured() -> bool:
-    """Return whether a CUDA graph is made of the call, whose replays nobody would see here."""
+    """Return whether a CUDA graph captures the call: its replays would not be logged."""
     made: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return made and torch.cuda.is_current_stream_capturing()
 
 
 def watch(model: Any, media: bool) -> None:
-    """Let a model's caches log what it is called with; a second time changes nothing."""
+    """Let a model's caches log its calls; a second time changes nothing."""
     if not any(isinstance(hook, CallWatch) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(CallWatch(model, media), with_kwargs=True)

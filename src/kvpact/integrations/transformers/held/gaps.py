@@ -63,7 +63,7 @@ class Gaps(NamedTuple):
     def record(
         self, caches: Sequence[ContiguousCache], tokens: int, odd: bool
     ) -> list[RecordState]:
-        """Return what a snapshot keeps of them, nothing where all tokens are held, none odd."""
+        """Return the gaps for a snapshot; none where all tokens are held and none is odd."""
         if not self.ranges and not odd:
             return []
         batch = next((cache.batch_size for cache in caches), None) or 1

@@ -1,4 +1,4 @@
-"""Handles: what `update` returns in place of K and V.
+"""Handles: the objects that `update` returns in place of K and V.
 
 A tensor with the right shape, dtype and device and no storage, over which kvpact's attention
 function attends; any other operation on it gets decompressed K or V.
@@ -92,7 +92,7 @@ class KVHandle(Tensor):
 
 
 class HandlePair(NamedTuple):
-    """The handles of a layer's `update`, used again if nobody refers to them: making is slow."""
+    """The handles of a layer's `update`, used again once they are free: making is slow."""
 
     like: tuple[object, ...]  # tokens in all, shapes, dtypes and device: have to be the same
     k: KVHandle

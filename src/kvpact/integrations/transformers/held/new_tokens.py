@@ -23,7 +23,7 @@ from kvpact.kernels.torch.attend import attend
 
 
 class NewTokens(WaitingTokens):
-    """The tokens of one `update`, stored when they are first used: what a handle stands for.
+    """The tokens of one `update`, which a handle stands for; stored when they are first used.
 
     The attention function knows the padding of each row and `update` does not; so storing waits
     for whichever comes first: attention, which stores nothing if it refuses, decompression, or the

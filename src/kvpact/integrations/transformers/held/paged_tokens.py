@@ -1,4 +1,4 @@
-"""New tokens of a layer with packed pages: what a pool's `update` hands to attention."""
+"""New tokens of a layer with packed pages, handed from a pool's `update` to attention."""
 
 from collections.abc import Sequence
 

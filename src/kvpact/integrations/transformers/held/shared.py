@@ -1,4 +1,4 @@
-"""State shared by the layers of one transformers cache: where tokens are held, and who waits."""
+"""State shared by the layers of one transformers cache: held tokens, and tokens that wait."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class SharedState:
         self.open(Gaps())
 
     def open(self, gaps: Gaps) -> None:
-        """Count, from now on, what is in gaps."""
+        """Count the tokens in gaps from now on."""
         self.gaps, self.gone = gaps, gaps.gone
 
     def opening(self, gaps: Gaps) -> tuple[tuple[Any, str, Any], ...]:
-        """Return what `open` would set: owners, names and values."""
+        """Return the attributes that `open` would set: owners, names and values."""
         return (self, "gaps", gaps), (self, "gone", gaps.gone)
 
     def caches(self) -> list[BatchCache]:
@@ -118,7 +118,7 @@ class SharedState:
         return self.wait[2]
 
     def end_call(self) -> None:
-        """Drop what a call brought: its mask and tokens are kept no longer than the call."""
+        """Drop a call's mask and tokens, which are kept no longer than the call."""
         asked, self.handles = self.asked, None
         if asked is not None and not (
             asked.mask is asked.sink_logits is asked.bias is asked.config.origin is None

@@ -116,7 +116,7 @@ def attributes_of(layer: Any) -> tuple[Attribute, ...]:
 
 
 def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
-    """Return what a layer holds, streams `whole` or in parts; raises `KVPactError` if unknown."""
+    """Return a layer's tensors, streams `whole` or in parts; raises `KVPactError` if unknown."""
     attributes, found = attributes_of(layer), []
     known = {attribute.name for attribute in attributes}
     for name, value in vars(layer).items():
@@ -209,7 +209,7 @@ def saved(layers: Mapping[int, Any], tokens: int, *, whole: bool = False) -> lis
 
 
 def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
-    """Return what records of layers, which hold some tokens, are like."""
+    """Return shapes and dtypes of the records of layers that hold some tokens."""
     found = []
     for index, layer in layers.items():
         for record in records_of(layer, whole=True):

@@ -48,7 +48,7 @@ class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
         return self._shared.specs[self._index]
 
     def moment(self) -> Moment | None:
-        """Return what the layer holds now; None where nothing does, or tokens wait."""
+        """Return the layer's stored state; None where there is none, or tokens wait."""
         cache, waiting = self._shared.held[self._index], self._shared.waiting[self._index]
         if waiting is not None or not isinstance(cache, ContiguousCache):
             return None

@@ -1,12 +1,10 @@
-"""Packed keys of an index as the model's own code multiplies them: without dequantising them.
+"""Packed keys of an index, multiplied by the model's own code without being dequantised.
 
 What `update_indexer` returns in a step of a few tokens stands for the keys of all tokens. It
 follows the products that the indexers of DeepSeek V3.2 and its kin and of MiniMax M3 are made of,
 ``(q @ keys.mT * scale).relu()`` and its sum weighted over heads, and has `kernels.index_scores`
 compute them. For any other operation it is the dequantised keys.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -35,7 +33,7 @@ class PackedKeys(NamedTuple):
         return torch.cat([packed.to(self.tail.dtype), self.tail], 1)
 
     def scores(self, q: Tensor, weight: Tensor | None) -> Tensor:
-        """Return what `index_scores` returns, of the exact keys, too."""
+        """Return `index_scores` of packed and exact keys."""
         last = self.tail.shape[1]
         found = index_scores(self.codes, self.scale, q, weight, self.requested, last)
         exact = q @ self.tail.float().mT.unsqueeze(1)
@@ -101,8 +99,8 @@ class KeysHandle(_Handle):
     turned = False
 
     @classmethod
-    def of(cls, keys: PackedKeys) -> KeysHandle:
-        """Return what stands for keys."""
+    def of(cls, keys: PackedKeys) -> Self:
+        """Return the handle of keys."""
         rows, count, width = keys.tail.shape
         return cls.like((rows, count + keys.codes.shape[1], width), keys.tail.dtype, keys)
 
@@ -126,7 +124,7 @@ class ScoresHandle(_Handle):
 
 
 def _plain(x: Any) -> bool:
-    """Return whether scores may be computed of a tensor: what is chosen has no gradient."""
+    """Return whether scores may be computed from a tensor; a choice has no gradient."""
     tracked = torch.is_grad_enabled() and x.requires_grad if isinstance(x, Tensor) else True
     return type(x) is Tensor and x.dtype is _F32 and x.dim() == 4 and not tracked
 

@@ -1,4 +1,4 @@
-"""Layers that choose the tokens they attend to: what chooses is cached, and the choice is a mask.
+"""Layers that choose the tokens they attend to: their index is cached, the choice is a mask.
 
 An *index* scores all tokens for a query and names some of them: DeepSeek V3.2 and its kin (GLM,
 A.X K2, Hunyuan V4, Mistral Large 4, dots3) single tokens, MiniMax M3 blocks, Qwen4 and GLM-5 by a
@@ -162,7 +162,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
         """Do nothing: `fit_index` is called when K and V have been cut."""
 
     def fit_index(self) -> None:
-        """Forget what the index holds beyond K and V."""
+        """Cut the index to the tokens of K and V."""
         length = self.get_seq_length()
         if not length:
             self.reset()
@@ -183,7 +183,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
 def chosen(
     module: Any, mask: Tensor | None, queries: int, total: int, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return a mask `[B, 1 or H, S, T]` narrowed to what an index chose; as it is if that is all.
+    """Return a mask `[B, 1 or H, S, T]` narrowed to an index's choice; unchanged if that is all.
 
     `indices`: tokens, `[B, S, n]`; `block_indices`: `[B, H_kv, S, n]`; negative ones are none.
     """

@@ -1,10 +1,8 @@
-"""Models with latent attention (MLA: DeepSeek-V2 and V3 and their kin), absorbed.
+"""Models with latent attention (MLA: DeepSeek-V2, V3 and relatives), absorbed.
 
 The method `expand_kv` of their attention classes is wrapped: given handles by a plain module, it
 hands handles on, and attention goes over the latents. Everything else passes through unchanged.
 """
-
-from __future__ import annotations
 
 import functools
 import sys
@@ -84,7 +82,7 @@ def meet(attention: type) -> None:
 
 
 def meet_class(module: Any) -> None:
-    """Do what `meet` does for the class of an attention layer."""
+    """Call `meet` for the classes of an attention layer."""
     if hasattr(type(module), "expand_kv"):  # of a module it takes long to say no
         for attention in type(module).__mro__:
             meet(attention)

@@ -1,4 +1,4 @@
-"""Layers whose keys are made of their values (K = V): the values alone are held.
+"""Layers whose keys are made of their values (K = V): only values are held.
 
 Gemma 4's full layers may have no `v_proj`: of `x = k_proj(h)` values are `x / rms(x)`, and keys
 `RoPE_t(w * x / rms(x))`, with the weights `w` of `k_norm`. So keys are made as they are read. Which
@@ -105,7 +105,7 @@ class KeyMaker:
         return KeyMaker(self._attention, self._rotary, self._kind, weight)
 
     def at(self, positions: Tensor | None, like: Tensor, end: int = 0) -> Keys:
-        """Return what makes keys at positions `[B or 1, T]`; None: of a text with `end` tokens."""
+        """Return the maker of keys at positions `[B or 1, T]`; None: of a text of `end` tokens."""
         assert self.weight is not None
         end = end if positions is None else int(positions.max()) + 1
         table = self._table(end, like.dtype, like.device)
@@ -350,7 +350,7 @@ def attentions_without_values(model: Any) -> dict[int, Any]:
 
 
 def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
-    """Return what makes keys, by layer, for those that have no `v_proj`; or `SpecError`."""
+    """Return the makers of keys of layers without `v_proj`; or `SpecError`."""
     if not hasattr(model, "modules"):
         raise SpecError("k_eq_v=True makes keys by a model's weights: give the model, no config")
     config = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""Layers with sliding attention as records: bytes to go on with, bit for bit.
+"""Snapshots of layers with sliding attention: records from which they continue bit for bit.
 
 Of each row of a batch it is a snapshot of one layer, after the number of its bytes, so that rows
 can be chosen among as those of other records.
@@ -31,7 +31,7 @@ _LENGTH = 8
 
 
 def packed_ring(entry: CacheLayer, geometry: CacheGeometry) -> Tensor:
-    """Return what a layer of such K and V holds, `[B, n]` uint8."""
+    """Return the bytes of a layer with such K and V, `[B, n]` uint8."""
     one, state, rows = replace(geometry, num_layers=1), layer_state(entry), list[bytes]()
     size, layout = page_tokens([entry.spec], one, None), ContiguousCache.layout
     for row in range(0 if state.streams is None else len(state.streams[0].tail)):
@@ -55,7 +55,7 @@ def _rows(tensor: Tensor) -> list[Snapshot]:
 
 
 def ring_spec(records: Iterable[RecordState]) -> Spec | None:
-    """Return what windows of a snapshot are packed by; None where none is."""
+    """Return the spec that packs the windows of a snapshot; None where none is packed."""
     found = (x.tensor for x in records if x.name == PACKED_RING)
     return next((Spec.from_json(_rows(x)[0].manifest.layers[0].spec) for x in found), None)
 

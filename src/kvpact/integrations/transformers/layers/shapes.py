@@ -24,7 +24,7 @@ _DTYPE = torch.bfloat16  # some kernels of experts know no other one
 
 
 def layer_shapes(config: versions.PreTrainedConfig, dtype: torch.dtype) -> list[LayerShape]:
-    """Return what the cache of each layer of a model holds. Raises `KVPactError`."""
+    """Return the shape of the cache of each layer of a model. Raises `KVPactError`."""
     config = deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     build: Any = AutoModelForCausalLM.from_config

@@ -135,7 +135,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             keep_last(entry, self.sliding_window - 1)
 
     def _entry(self) -> CacheLayer | None:
-        """Return what holds the layer's tokens, all of them stored."""
+        """Return the layer of the cache that holds the tokens, all of them stored."""
         cache = self.cache
         return cache.entry(self._index) if isinstance(cache, ContiguousCache) else None
 
@@ -147,7 +147,7 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         return f"tokens before the window of {self.sliding_window} are no longer held"
 
     def cut_to(self, length: int) -> None:
-        """Forget the tokens from `length` on, where `lost` says nothing, and what is not seen."""
+        """Forget the tokens from `length` on, if `lost` allows it, and unseen ones."""
         if (entry := self._entry()) is not None:
             entry.truncate(max(length - self.begin, 0))
         self.drop_unseen()

@@ -1,4 +1,4 @@
-"""A budget of bytes for a model's cache: what its compressed layers may take of it."""
+"""A budget of bytes for a model's cache, less the bytes of layers that are not compressed."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -81,7 +81,7 @@ _known: dict[int, tuple[ref[Any], dict[str, Any], LayerFacts]] = {}
 
 
 def layer_facts(config: Any) -> LayerFacts:
-    """Return what a config says of its layers; read again only when the config has changed."""
+    """Return a config's facts about its layers; read again only when the config has changed."""
     # Lists may be changed in place; the attention changes with every cache and says nothing here.
     state = {name: tuple(x) if type(x) is list else x for name, x in vars(config).items()}
     state.pop("_attn_implementation_internal", None)

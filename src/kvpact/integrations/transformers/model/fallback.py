@@ -1,4 +1,4 @@
-"""Warnings of slower ways, given once for a model, at the line of whoever called it."""
+"""Warnings of slower ways, once per model, at the user's own line of code."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Errors for what is passed in place of a model or an option: they name the line to write."""
+"""Errors for wrong objects in place of a model or an option; they name the line to write."""
 
 import re
 from collections.abc import Mapping

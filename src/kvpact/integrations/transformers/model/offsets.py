@@ -114,7 +114,7 @@ def _read(model: Any) -> _Found:
 
 
 def _places(model: Any) -> _Places:
-    """Return what `_Places` has of a model; nothing where its RoPE allows no offset."""
+    """Return the `_Places` of a model; empty where its RoPE allows no offset."""
     config = model.config.get_text_config(decoder=True)
     named = (module for _, module in modules_named(model, "rotary_emb"))
     rotary = next((module for module in named if hasattr(module, "inv_freq")), None)

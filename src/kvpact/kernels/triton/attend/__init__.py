@@ -1,1 +1,1 @@
-"""Attention over everything: what is launched, the general kernel, and the merge of parts."""
+"""Attention over everything: launches, the general kernel, and the merge of parts."""

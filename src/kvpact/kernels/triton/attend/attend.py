@@ -85,7 +85,7 @@ def _mask_type(call: AttendCall) -> str:
 
 
 def _key(call: AttendCall) -> Hashable:
-    """Return what calls of one launch have in common."""
+    """Return the key that calls of one launch share."""
     forms = tuple(
         codec and (slots and slots.form, codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
@@ -115,7 +115,7 @@ def merged_at_once(count: int, width: int) -> tuple[int, int]:
 
 
 def variant_of(call: AttendCall, rows: Rows) -> Variant:
-    """Return what the kernel is compiled for."""
+    """Return the variant that the kernel is compiled for."""
     dtypes, aligned = _dtypes(call), _aligned(rows)
     thrice = torch.float32 in (*dtypes, call.q.dtype)
     rope = call.q.shape[3] - call.output_dim
@@ -164,7 +164,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
-    """Return what is known before calls of one kind are launched; `first` as in `rows_of`."""
+    """Return the arguments known before calls of one kind are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
     chunk = prompt.is_chunk(call)
     fast = None if chunk else fast_of(calls, *slots)

@@ -1,4 +1,4 @@
-"""The parts of attention become one output: weighed by their sums, rotated back, rounded."""
+"""The merge of attention's parts into one output: weighed, rotated back and rounded."""
 
 import triton
 import triton.language as tl

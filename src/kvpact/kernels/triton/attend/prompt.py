@@ -1,4 +1,4 @@
-"""Exact new tokens among themselves: torch's own flash attention is the kernel for that.
+"""Attention of exact new tokens to each other, by torch's own flash attention.
 
 A prompt without a past is nothing else. A chunk over a past is in part: what flash attention finds
 is one more part of its output, which `merge.py` weighs by its log-sum-exp.

@@ -1,1 +1,1 @@
-"""Attention on integer tensor cores: which slots it covers, and its one loop."""
+"""Attention on integer tensor cores: its coverage of slots, and its one loop."""

@@ -114,7 +114,7 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, form: SlotForm) -> bool:
-    """Return whether what is read in vectors lies at multiples of 16 bytes; once for a source."""
+    """Return whether fields read in vectors lie at multiples of 16 bytes; once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
         parts = form.parts
@@ -138,7 +138,7 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
-    """Return what the fast kernels do for calls of one kind; None where they do nothing."""
+    """Return the fast kernels' part in calls of one kind; None where they have none."""
     call = calls[0]
     if k is None or v is None or k.form is None or v.form is None:
         return None

@@ -4,10 +4,6 @@ Shifts are numbers per channel and group of tokens: one product per query and gr
 section for each group of tokens, or is one where it lies within a group.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -21,9 +17,7 @@ from kvpact.kernels.triton.digits.tiles import (
     tiles_at,
     tiles_together,
 )
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
+from kvpact.kernels.triton.forms import SlotForm
 
 
 @triton.jit

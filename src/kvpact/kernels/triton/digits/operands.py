@@ -4,10 +4,6 @@ Within a product the order of k is KW's: Triton before 3.8 has eight bytes side 
 where later versions have four. The queries' order (`key_order`) and the weights' follow it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -23,9 +19,7 @@ from kvpact.kernels.triton.digits.levels import (
     signed4,
 )
 from kvpact.kernels.triton.digits.tiles import field_words, load_keys, load_values, tiles_together
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
+from kvpact.kernels.triton.forms import SlotForm
 
 
 @triton.constexpr_function

@@ -22,18 +22,12 @@ Y, Q  words of a thread, and threads that share a tile: `U * Q = 4`
 Scores and weights stand in the order of tokens S, X, J, U, R.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.columns import of_row
+from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.slots import pointer_to
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
 
 TOGETHER = {2: 2, 3: 4, 4: 1, 8: 1}
 """Tiles of a group (U), by V's bits: the widths of V for which there is an order of tokens."""

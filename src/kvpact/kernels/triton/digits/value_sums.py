@@ -1,9 +1,5 @@
 """Sums of a block's values: products of V's levels and digits of weights."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
@@ -15,6 +11,7 @@ from kvpact.kernels.triton.digits.operands import (
     weight_operand,
 )
 from kvpact.kernels.triton.digits.tiles import load_per_token
+from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.trellis.numbers import e5m3
 from kvpact.kernels.triton.trellis.values import (
     channels_of_values,
@@ -22,9 +19,6 @@ from kvpact.kernels.triton.trellis.values import (
     trellis_weights,
     value_levels,
 )
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
 
 
 @triton.constexpr_function

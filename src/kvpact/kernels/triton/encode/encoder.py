@@ -1,4 +1,4 @@
-"""Encoding on the device: what is covered, and who launches what.
+"""Encoding on the device: coverage and launches.
 
 The codec's `encode` and the fields' `write` define the bytes. Nothing is read back: the host waits
 only where the checks of tokens are wanted at once.
@@ -42,7 +42,7 @@ def rows_of(form: SlotForm, tokens: int) -> int:
 
 
 def warps_of(form: SlotForm, tokens: int) -> int:
-    """Return the warps of such a program."""
+    """Return the warps of a program that encodes so many tokens."""
     return min(4, max(1, rows_of(form, tokens) * form.padded // 512))
 
 
@@ -59,7 +59,7 @@ def blocks_of(form: SlotForm, tokens: int) -> int:
 
 
 def _variant(form: SlotForm, tokens: int) -> dict[str, Any]:
-    """Return what a kernel is compiled with."""
+    """Return the constants and options that a kernel is compiled with."""
     rows, warps = rows_of(form, tokens), warps_of(form, tokens)
     return {"ROWS": rows, "FORM": form, "num_warps": warps, **_EXACT}
 

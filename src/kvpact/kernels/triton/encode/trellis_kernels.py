@@ -1,4 +1,4 @@
-"""Tokens -> numbers of trellises, and codes -> slots: what is around `viterbi` in encoding.
+"""Tokens to numbers of trellises, and codes to slots: all of encoding but `viterbi`.
 
 Bytes are those of `TrellisCodec.encode` and `TreatedKeys.encode`: launch with
 ``enable_fp_fusion=False``. A program has the tokens of one tile of 32, of one row and head; what it

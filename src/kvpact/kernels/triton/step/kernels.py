@@ -1,4 +1,4 @@
-"""The part of a step besides attention: it reads where tokens stand from the device.
+"""The kernels of a step besides attention; they read the tokens' places from the device.
 
 Counts and addresses of each row stand in the table of `rows.py`. `take_tokens` writes down where
 the new tokens lie, and `advance` (called by `merge_parts`) counts them, so that a step's launches

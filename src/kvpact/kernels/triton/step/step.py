@@ -1,4 +1,4 @@
-"""A layer's step in a few launches that are the same each time: what a CUDA graph can replay.
+"""A layer's step in a few launches that are the same each time, which a CUDA graph can replay.
 
 It stands for the calls that define it: `attend_triton`, the encoders' `write`, and the copy of the
 new tokens after the tail. Counts and addresses stand on the device and advance there; the host
@@ -99,7 +99,7 @@ End = tuple[int, TokenMemory]  # the first of a stream's exact tokens, and their
 
 
 class _At(NamedTuple):
-    """The places of a row's tokens; what they lie in by identity."""
+    """The places of a row's tokens, with the identities of the tensors that they lie in."""
 
     held: int
     k_exact_from: int

@@ -5,15 +5,12 @@ words (see `methods.trellis_codec.places`). So thread t of the four of a row tak
 words of a token: nothing has to come from another thread.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.digits.levels import bytes_of, order_of_k, prmt, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, token_places
+from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.transforms import block_of
 from kvpact.kernels.triton.trellis.levels import (
     KEEP,
@@ -27,9 +24,6 @@ from kvpact.kernels.triton.trellis.levels import (
     stacked,
     words_of,
 )
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
 
 _AXIS = tl.constexpr(4)
 _RANK = tl.constexpr(6)

@@ -18,7 +18,7 @@ from kvpact.transforms import RandomHadamard
 
 
 class KeyTables(NamedTuple):
-    """Tables of a codec, by KV head; what was not learnt changes nothing."""
+    """Tables of a codec, by KV head; entries that were not learnt are neutral."""
 
     signs: Tensor  # fp32, of the rotations of all blocks, one after the other
     order: Tensor  # `[H, D]` int32: the channel at each place of the blocks
@@ -60,7 +60,7 @@ class Treatment(NamedTuple):
 
 @once_for_codec
 def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
-    """Return what queries are multiplied by, of a codec that has learnt."""
+    """Return the factors of queries, of a codec that has learnt."""
     state = {name: x.to(device) for name, x in codec.state().items()}
     dim = sum(block.dim for block in codec.trellis.blocks)
     x = torch.eye(dim, dtype=torch.float32, device=device).expand(heads, dim, dim)

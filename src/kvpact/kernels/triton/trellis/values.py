@@ -8,15 +8,12 @@ Axes of V's words are `[S, O, 8, U, Q, RUN]`: S, U, Q as of `tiles`, O times eig
 threads, channels of one of them.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.digits.levels import bytes_of, order_of_k, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, tiles_together
+from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.trellis.levels import (
     BY_2,
     BY_2_HALF,
@@ -30,9 +27,6 @@ from kvpact.kernels.triton.trellis.levels import (
     stacked,
     words_of,
 )
-
-if TYPE_CHECKING:
-    from kvpact.kernels.triton.forms import SlotForm
 
 _AXIS = tl.constexpr(3)
 _RANK = tl.constexpr(5)
