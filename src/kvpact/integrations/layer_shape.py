@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.spec import parse_spec
+from kvpact.spec import Spec, parse_spec
 from kvpact.units import TILE, out_of_window, segment_tokens
 
 if TYPE_CHECKING:
@@ -73,3 +75,11 @@ class LayerShape(NamedTuple):
         sizes = [segment_tokens(x.group, n - first + least) for x, n in pairs]
         held = tokens - first // lcm(*sizes) * lcm(*sizes)
         return sum(sum(x.held(held, batch, self.heads, itemsize).values()) for x in facts)
+
+
+def with_packed_windows(shapes: Sequence[LayerShape], sliding: str | Spec) -> list[LayerShape]:
+    """Return shapes whose windows are packed by a spec. Raises `SpecError`."""
+    text, kind = str(parse_spec(sliding).with_options(sinks=0)), "sliding_attention"
+    if not any(shape.kind == kind for shape in shapes):
+        raise SpecError("no layer of this model has sliding attention alone: leave sliding out")
+    return [x._replace(sliding=text) if x.kind == kind else x for x in shapes]

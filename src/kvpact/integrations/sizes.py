@@ -20,7 +20,7 @@ from kvpact.data import model_table
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.files import aligned, size_text
 from kvpact.geometry import CacheGeometry, check_count
-from kvpact.integrations.layer_shape import LayerShape
+from kvpact.integrations.layer_shape import LayerShape, with_packed_windows
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC, Spec, is_spec, parse_spec
 from kvpact.units import StreamFacts
@@ -174,7 +174,7 @@ def size(
     held = layers_of(model, dtype)
     held = values_alone(held) if k_eq_v else held
     if sliding is not None:
-        held = replace(held, shapes=_with_packed_windows(held.shapes, sliding))
+        held = replace(held, shapes=with_packed_windows(held.shapes, sliding))
     return SizeResult(
         model=str(model) if isinstance(model, str | PathLike) else None,
         positions=held.positions,
@@ -192,14 +192,6 @@ def size(
         ],
         unplanned=sorted({x for spec in asked for x in not_planned(spec, held)}),
     )
-
-
-def _with_packed_windows(shapes: Sequence[LayerShape], sliding: str | Spec) -> list[LayerShape]:
-    """Return shapes whose windows are packed by a spec. Raises `SpecError`."""
-    text, kind = str(parse_spec(sliding).with_options(sinks=0)), "sliding_attention"
-    if not any(shape.kind == kind for shape in shapes):
-        raise SpecError("no layer of this model has sliding attention alone: leave sliding out")
-    return [x._replace(sliding=text) if x.kind == kind else x for x in shapes]
 
 
 def length_of(tokens: int | str) -> int:
