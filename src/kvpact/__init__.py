@@ -102,7 +102,7 @@ _MEANT = {
         ("get_num_threads", "set_num_threads"), "torch.set_num_threads(4); kvpact's are torch's"
     ),
     **dict.fromkeys(
-        ("LLM", "SamplingParams"), "export KVPACT_VLLM_SPEC=default, before vLLM's own LLM"
+        ("LLM", "SamplingParams"), "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)"
     ),
     **{
         name: f"from kvpact.cache import {name}"

@@ -66,15 +66,6 @@ def calibrated(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def by_name():
-    """The option that names kvpact's pages, where vLLM takes others' names: from 0.33 on."""
-    import vllm.config.cache
-
-    named = hasattr(vllm.config.cache, "register_kv_cache_dtype")
-    return {"kv_cache_dtype": "kvpact"} if named else {}
-
-
-@pytest.fixture(scope="session")
 def start_vllm(tmp_path_factory):
     """Return a function that starts an engine: `vllm_engine.Engine`."""
 

@@ -8,13 +8,11 @@ SPEC = "turboquant:bits=4,sinks=0"
 
 
 @pytest.mark.parametrize(("dim", "times"), [(64, 3.4), (128, 3.6)])
-def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
-    run_vllm, make_toy, by_name, dim, times
-):
+def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy, dim, times):
     options = {"model": make_toy(dim), "dtype": "bfloat16", "max_model_len": 512}
     prompt = ids(300, seed=1)
     own = run_vllm(forced=[prompt], **options)
-    mine = run_vllm(SPEC, forced=[prompt], **by_name, **options)
+    mine = run_vllm(SPEC, forced=[prompt], kv_cache_dtype="kvpact", **options)
     assert mine["capacity"] >= times * own["capacity"]
     assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
     assert f"as {SPEC}: " in mine["log"]
@@ -32,9 +30,12 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(
         assert 0 < error <= 1.1 * most
 
 
-def test_the_name_of_its_pages_without_a_spec_is_refused_by_vllm(run_vllm, toy):
-    log = run_vllm(fails=True, model=toy, max_model_len=512, kv_cache_dtype="kvpact")["log"]
-    assert "ValidationError" in log and "cache_dtype" in log
+@pytest.mark.parametrize("processes", [False, True])
+def test_the_name_of_its_pages_alone_is_the_default_spec(run_vllm, toy, calibrated, processes):
+    env = {"KVPACT_VLLM_CALIBRATION": str(calibrated(toy))}
+    options = {"model": toy, "max_model_len": 512, "block_size": 128, "env": env}
+    log = run_vllm(kv_cache_dtype="kvpact", processes=processes, **options)["log"]
+    assert "kvpact stores K and V of 2 layers as trellis:bits=4,sinks=0: " in log
 
 
 @pytest.mark.parametrize(("spec", "options", "reason"), [

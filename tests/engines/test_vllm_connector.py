@@ -36,11 +36,11 @@ def check_shared(run_vllm, spec, prompts, store, **options):
 
 
 @pytest.mark.parametrize("spec", ["none", "turboquant:bits=4,sinks=0"])
-def test_a_second_engine_loads_what_the_first_computed(
-    run_vllm, toy, tmp_path, prompts, spec, by_name
-):
+def test_a_second_engine_loads_what_the_first_computed(run_vllm, toy, tmp_path, prompts, spec):
     store = sharing(tmp_path / "store")
-    saving, loading = check_shared(run_vllm, spec, prompts, store, model=toy, **by_name, **OPTIONS)
+    saving, loading = check_shared(
+        run_vllm, spec, prompts, store, model=toy, kv_cache_dtype="kvpact", **OPTIONS
+    )
     assert loading["metrics"]["vllm:external_prefix_cache_hits"] == SHARED
     assert saving["all_free"] and loading["all_free"]
 

@@ -24,13 +24,11 @@ def recipe(tmp_path):
     return str(path)
 
 
-def test_beside_layers_with_a_sliding_window_none_gives_the_tokens_of_vllm(
-    run_vllm, gemma, by_name
-):
+def test_beside_layers_with_a_sliding_window_none_gives_the_tokens_of_vllm(run_vllm, gemma):
     batches = [[prompts_of_unlike_length(), 48]]
     small = {**SMALL, "kv_cache_memory_bytes": 120 * 32 * 2048}
     own = run_vllm(model=gemma, greedy=batches, **small)
-    mine = run_vllm("none", model=gemma, greedy=batches, **by_name, **small)
+    mine = run_vllm("none", model=gemma, greedy=batches, kv_cache_dtype="kvpact", **small)
     for answer in (own, mine):
         check_that_the_pool_was_small(answer)
     assert mine["greedy"] == own["greedy"]

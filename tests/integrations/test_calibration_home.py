@@ -10,8 +10,9 @@ from kvpact import CompressedCache, calibration_of
 from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
 from kvpact.data import book_path
 from kvpact.errors import SpecError, StoreError
+from kvpact.geometry import CacheGeometry
 from kvpact.integrations import calibrations
-from kvpact.integrations.fingerprint import files_fingerprint
+from kvpact.integrations.fingerprint import files_fingerprint, model_fingerprint
 from kvpact.integrations.transformers import calibrate, prefix_cache
 from kvpact.integrations.transformers.attention import learnt
 from kvpact.integrations.transformers.versions import named
@@ -171,6 +172,38 @@ def test_it_is_found_by_the_models_files(tmp_path, home, monkeypatch):
     (folder / "a.safetensors").write_bytes(b"others!")
     calibrations.of_files(folder, [DEFAULT])
     assert len(ran) == 2
+
+
+def test_a_shipped_one_is_taken_of_the_same_weights_alone(model, made, monkeypatch, tmp_path):
+    ready = calibrate(model, [torch.arange(3, 99).repeat(2)], [DEFAULT])
+    (tmp_path / "own").mkdir()
+    ready.save(tmp_path / "own" / f"{calibrations.name_of([DEFAULT])}.kvcal")
+    numbers = sum(x.numel() for x in model.parameters())
+    about = {"numbers": numbers, "loaded": learnt.loaded_fingerprint(model), "files": ""}
+    for module in (learnt, calibrations):
+        monkeypatch.setattr(module, "shipped_models", lambda: {"own": about})
+    monkeypatch.setattr(calibrations, "calibrated", lambda: tmp_path)
+    for model.config.eos_token_id in (2, 7):  # which changes no key
+        found = calibration_of(model)
+        assert equal(states(found), states(ready)) and found.model == model_fingerprint(model)
+    calibration_of(model, "trellis:bits=4,sinks=0", tokenizer=Letters())  # is not shipped
+    model.model.rotary_emb.inv_freq *= 2
+    model.config.eos_token_id = 8
+    calibration_of(model, tokenizer=Letters())
+    model.model.rotary_emb.inv_freq /= 2
+    model.lm_head.weight.data[0, 0] += 0.01
+    calibration_of(model, tokenizer=Letters())
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("options", ["", ",sinks=0", ",center=0,sinks=0"])
+@pytest.mark.parametrize(("name", "shape"), [("smollm2", (30, 3, 64)), ("gemma3", (3, 1, 256))])
+def test_what_is_shipped_fits_the_default_spec_and_those_of_pages(name, shape, options):
+    spec, known = parse_spec(f"trellis:bits=4{options}"), calibrations.shipped_models()[name]
+    for fingerprint in (known["files"], known["loaded"]):
+        held = calibrations.shipped(fingerprint, [spec])
+        states = held.select(sorted(held.layers)).states([spec] * shape[0], CacheGeometry(*shape))
+        assert len(held.layers) == len(states) == shape[0]
 
 
 def test_what_can_not_be_had_is_said(model, tmp_path, monkeypatch):

@@ -14,7 +14,9 @@ from transformers.utils import logging
 
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.integrations import models
+from kvpact.integrations.calibrations import shipped_models
 from kvpact.integrations.models import GEMMA3, SMOLLM2, packaged_folder
+from kvpact.integrations.transformers.attention.learnt import loaded_fingerprint
 
 
 @pytest.fixture
@@ -83,6 +85,7 @@ def test_smollm2_loads_quietly_and_ready_to_use(smollm2, capfd):
     text = "Catherine Morland was born to be an heroine — naïvely."
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer.chat_template
+    assert loaded_fingerprint(model) == shipped_models()["smollm2"]["loaded"]
 
 
 def test_dtype_is_that_of_the_parameters(smollm2):

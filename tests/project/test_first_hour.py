@@ -192,7 +192,7 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
     **{f"kvpact.{name}": hint for name, hint in {
         "QuantizedCacheConfig": "all options stand in the spec", "AutoModel": "load_model(name)",
         "perplexity": "kvpact.evaluate(model, spec, text", "generate": "model.generate(**inputs",
-        "load": "CompressedCache.load(path, model)", "LLM": "export KVPACT_VLLM_SPEC=default",
+        "load": "CompressedCache.load(path, model)", "LLM": "LLM(model, kv_cache_dtype='kvpact'",
         "list_models": "kvpact.data.model_table()", "load_dataset": "kvpact.data.book_path()",
     }.items()},
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",

@@ -7,12 +7,17 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-__all__ = ["book_path", "method_advice", "model_table", "recipe_names", "recipe_path"]
+__all__ = ["book_path", "calibrated", "method_advice", "model_table", "recipe_names", "recipe_path"]
 
 
 def book_path() -> Traversable:
     """Return the excerpt of *Northanger Abbey*; ``book_path().read_text("utf-8")`` reads it."""
     return files(__name__) / "northanger_abbey.txt"
+
+
+def calibrated() -> Traversable:
+    """Return the folder of calibrations; its models.toml tells of which models they are."""
+    return files(__name__) / "calibrations"
 
 
 @cache

@@ -1,7 +1,8 @@
 """Calibrations' home: what methods learnt of a model is kept, and found by its fingerprint.
 
 A calibration lies at ``$KVPACT_CACHE/calibrations/FINGERPRINT/SPEC.kvcal``, where the fingerprint
-is of the model as it is loaded, and of its files, too, where these are known.
+is of the model as it is loaded, and of its files, too, where these are known. Those that kvpact
+ships are put there instead of being made.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from kvpact.calibration import Calibration
 from kvpact.calibration.base import VERSION
+from kvpact.data import calibrated
 from kvpact.errors import FormatError, IntegrityError, SpecError, StoreError
 from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.models import first_line, model_cache_dir, require
@@ -78,6 +83,21 @@ def found(fingerprint: str, specs: Sequence[Spec]) -> Calibration | None:
         with suppress(OSError):
             path.unlink()
         return None
+
+
+@cache
+def shipped_models() -> dict[str, dict[str, Any]]:
+    """Return by what each model is known of which kvpact ships calibrations."""
+    return tomllib.loads((calibrated() / "models.toml").read_text("utf-8"))
+
+
+def shipped(fingerprint: str, specs: Sequence[Spec]) -> Calibration | None:
+    """Return the calibration to specs that kvpact ships for a model, None where there is none."""
+    for model, known in shipped_models().items():
+        path = calibrated() / model / f"{name_of(specs)}.kvcal"
+        if fingerprint in (known["loaded"], known["files"]) and path.is_file():
+            return Calibration.from_bytes(path.read_bytes(), str(path))
+    return None
 
 
 def keep(calibration: Calibration, fingerprint: str, specs: Sequence[Spec]) -> Path:
@@ -153,6 +173,8 @@ def of_files(folder: Path, specs: Sequence[Spec]) -> Calibration:
     fingerprint = files_fingerprint(folder, {})
 
     def make() -> Calibration:
+        if (ready := shipped(fingerprint, specs)) is not None:
+            return ready
         tell(f"calibrating {', '.join(map(str, specs))} to {folder}, once ...")
         with TemporaryDirectory() as place:
             out = Path(place) / "made.kvcal"

@@ -120,19 +120,21 @@ def weights_seen(model: Any) -> tuple[object, object]:
     return (tensors, held), adapters
 
 
-def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:
+def model_fingerprint(
+    model: Any, *, adapter: str | None = None, config: Mapping[str, Any] | None = None
+) -> str:
     """Return the `fingerprint` of a transformers model as it is loaded.
 
-    `adapter`: a name for what is active now, needed where there are adapters that are not merged.
-    Weights that are offloaded are brought one by one; of a model whose heads are on several
-    processes (tensor parallelism) each has its own fingerprint. Raises `MismatchError` where
-    weights can't be read.
+    `adapter`: a name for what is active now, needed where there are adapters that are not merged;
+    `config`: in place of the model's. Weights that are offloaded are brought one by one; of a model
+    whose heads are on several processes (tensor parallelism) each has its own fingerprint. Raises
+    `MismatchError` where weights can't be read.
     """
     require_adapter_name(model, adapter)
-    config = model.config.to_dict()
+    known = dict(model.config.to_dict() if config is None else config)
     if has_adapters(model):
-        config["kvpact_adapter"] = adapter
-    return _digest(_state(model), config)
+        known["kvpact_adapter"] = adapter
+    return _digest(_state(model), known)
 
 
 def _state(model: Any) -> Iterator[tuple[str, Tensor | str]]:

@@ -1,9 +1,9 @@
 """vLLM: a plug-in whose pages hold kvpact's packed slots.
 
 vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its
-processes. It does nothing unless the environment variable ``KVPACT_VLLM_SPEC`` names a spec or a
-recipe, or ``default``. Nothing of vLLM is imported before that, and nothing of it is replaced but
-the attention backend that vLLM's own registry lets a plug-in replace.
+processes. Unless the environment variable ``KVPACT_VLLM_SPEC`` names a spec or a recipe, or
+``default``, it adds a choice to ``--kv-cache-dtype`` and imports nothing of vLLM. Nothing of it is
+replaced but what reads that option, and the attention backend, which vLLM's registry provides for.
 """
 
 from kvpact.errors import BackendUnavailable, SpecError
@@ -11,6 +11,7 @@ from kvpact.integrations.calibrations import learning
 from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
 from kvpact.integrations.vllm.dtype import register_dtype
 from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs, require
+from kvpact.integrations.vllm.option import offer
 from kvpact.integrations.vllm.setting import DEFAULT, SETTING, refuse, served, served_specs
 from kvpact.recipe import is_recipe
 
@@ -30,10 +31,10 @@ _ON_CUDA = (
 
 
 def register() -> None:
-    """Replace vLLM's attention by kvpact's where ``KVPACT_VLLM_SPEC`` is set."""
-    text = served()
+    """Replace vLLM's attention by kvpact's where ``KVPACT_VLLM_SPEC`` is set, or the option is."""
+    offered, text = offer(register), served()
     if text is None:
-        if calibration_file() is not None:
+        if calibration_file() is not None and not offered:
             raise SpecError(f"{CALIBRATION} is set, and {SETTING} is not: set it to {DEFAULT!r}")
         return
     specs = [] if is_recipe(text) else served_specs(1)

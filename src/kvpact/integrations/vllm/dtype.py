@@ -1,7 +1,7 @@
 """The name that kvpact's pages have for ``--kv-cache-dtype``, where vLLM takes others' names.
 
-vLLM does from 0.33 on (`register_kv_cache_dtype`). The name says no more than the variable does,
-but a vLLM to which nobody registered it does not start, instead of storing plain tokens.
+vLLM does from 0.33 on (`register_kv_cache_dtype`); before, `option` alone reads the name. A vLLM to
+which nobody registered it does not start, instead of storing plain tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Calibration of methods to a transformers model: texts run through it, layers learn from them."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -79,9 +80,11 @@ def calibrate(
     rotations, outputs, offsets = key_rotations(model), output_energies(model), key_offsets(model)
     rows: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     total = len(texts)
+    more = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     for index, text in enumerate(texts):
         with seen_attention(model) as seen, torch.inference_mode():
-            model(input_ids=text[None, :length].to(input_device(model)), use_cache=False)
+            ids = text[None, :length].to(input_device(model))
+            model(input_ids=ids, use_cache=False, **more)
         seen.check()
         for layer, held in seen.layers.items():
             rows.setdefault(layer, []).append((held.k, held.v, query_energy(held)))

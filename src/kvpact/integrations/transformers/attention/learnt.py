@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,16 @@ from torch import Tensor
 
 from kvpact.calibration import Calibration
 from kvpact.data import book_path
-from kvpact.errors import GeometryError, KVPactError, SpecError
-from kvpact.integrations.calibrations import TOKENS, kept, learning, place_of, shared, tell
+from kvpact.errors import GeometryError, KVPactError, MismatchError, SpecError
+from kvpact.integrations import calibrations
+from kvpact.integrations.calibrations import TOKENS, kept, learning, shipped, shipped_models, tell
 from kvpact.integrations.fingerprint import model_fingerprint
 from kvpact.integrations.models import first_tokens, opened
-from kvpact.integrations.transformers.attention.calibrate import LEAST_TOKENS, calibrate
+from kvpact.integrations.transformers.attention.calibrate import (
+    LEAST_TOKENS,
+    calibrate,
+    key_rotations,
+)
 from kvpact.integrations.weights import part_of
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC, Spec
@@ -41,7 +48,8 @@ def calibration_of(
 
     It is found by the model's fingerprint in the folder that ``KVPACT_CACHE`` names. Where there
     is none it is made, from 4,096 tokens of the shipped book, and kept there; a line on stderr says
-    so. Of several processes one makes it. ``kvpact calibrate MODEL --text FILE`` puts one of your
+    so. Of ``smollm2`` and ``gemma3``, as `load_model` loads them, kvpact ships those to the default
+    spec. Of several processes one makes it. ``kvpact calibrate MODEL --text FILE`` puts one of your
     texts in its place.
 
     Parameters
@@ -83,6 +91,11 @@ def calibration_of(
     name = (fingerprint or model_fingerprint(model, adapter=adapter)) + part_of(model)
 
     def make() -> Calibration:
+        size = 0 if part_of(model) else sum(x.numel() for x in model.parameters())
+        if any(known["numbers"] == size for known in shipped_models().values()):
+            with suppress(MismatchError):  # of weights that can't be read
+                if (ready := shipped(loaded_fingerprint(model), specs)) is not None:
+                    return replace(ready, model=name)
         try:
             _, reader = opened(model, tokenizer)
         except KVPactError as error:
@@ -97,12 +110,18 @@ def calibration_of(
         text = book_path().read_text("utf-8")
         made = calibrate(model, text_rows(reader, [("the book", text)]), specs, fingerprint=name)
         took = time.perf_counter() - begin
-        tell(f"calibrated in {took:.0f} s, kept in {place_of(name, specs).parent}")
+        tell(f"calibrated in {took:.0f} s, kept in {calibrations.place_of(name, specs).parent}")
         return made
 
     if store is not None:
-        return shared(store, name, specs, lambda: kept(name, specs, make))
+        return calibrations.shared(store, name, specs, lambda: kept(name, specs, make))
     return kept(name, specs, make)
+
+
+def loaded_fingerprint(model: Any) -> str:
+    """Return a fingerprint of weights and RoPE; of a config nothing, whose names change."""
+    turns = {i: x.frequencies.bfloat16().tolist() for i, x in key_rotations(model).items()}
+    return model_fingerprint(model, config={"rope": turns})
 
 
 def text_rows(tokenizer: Any, texts: list[tuple[str, str]], tokens: int = TOKENS) -> list[Tensor]:
