@@ -73,7 +73,7 @@ test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real
 test-llama: $(BUILT) $(DEV) gemma ## kvpact inside of llama.cpp: builds of npm and PyPI, timed; then its own, compiled into build/llama; three hours
 	@$(PY) tools/llama/packages.py build/llama/packages --write
 	@$(PY) tools/llama/builds.py build/llama --jobs $(JOBS)
-	@$(PY) tools/llama/packages.py build/llama/packages --only llama-cpp-python --write
+	@$(PY) tools/llama/packages.py build/llama/packages --only llama-cpp-python llama.cpp --write
 	@$(PY) docs/generate.py
 	@$(PY) -m pytest -m llama -rs -s tests/kernels/test_ggml_backend.py tests/integrations/llama_cpp
 

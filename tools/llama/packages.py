@@ -1,4 +1,4 @@
-"""Builds of llama.cpp that people have, from npm and PyPI: what loads kvpact, and what it saves.
+"""Builds of llama.cpp, of npm, of PyPI and from source: what loads kvpact, and what it saves.
 
     python tools/llama/packages.py FOLDER [--only WORD …] [--tokens N] [--rounds 2] [--write]
 
@@ -38,8 +38,9 @@ VERSIONS = {
     "llama-cpp-py-sync": ("0.8606", "0.9554", "0.10603", "0.11413", "0.11739", ""),
 }
 """What is tried of each package; "" is the newest."""
-BUILT = "llama-cpp-python"
-"""What builds.py has built beside FOLDER, if it has."""
+BUILT, SOURCE = "llama-cpp-python", "llama.cpp"
+"""What builds.py has built beside FOLDER, if it has: the package, and the programs, whose libraries
+the package opens in place of its own to be measured."""
 STEPS, PLACES = 32, 16
 FOUND = re.compile(r"ggml ([\d.]+), interface (\d+), trial NMSE (\S+)")
 
@@ -60,6 +61,8 @@ class Package(NamedTuple):
         if self.name == BUILT:
             (place,) = folder.parent.glob(f"{self.version}/venv/lib/*/site-packages/llama_cpp")
             return place
+        if self.name == SOURCE:
+            return folder.parent.joinpath(*self.version.split()) / "bin"
         place = folder / f"{self.name}-{self.version}"
         if place.is_dir():
             return place
@@ -89,8 +92,10 @@ class Package(NamedTuple):
         more = ["--kvpact"] if ours else []
         words, variables = [*words, *more], {"PYTHONPATH": str(place)}
         python, binding = sys.executable, self.name.replace("-", "_")
-        if self.name == BUILT:
-            python, binding, variables = str(place.parents[3] / "bin" / "python"), "llama_cpp", {}
+        if self.name in (BUILT, SOURCE):
+            home = place.parents[3] if self.name == BUILT else place.parents[1] / "venv"
+            python, binding = str(home / "bin" / "python"), "llama_cpp"
+            variables = {"LLAMA_CPP_LIB_PATH": str(place)} if self.name == SOURCE else {}
         output(python, here / "measure.py", binding, *words, **variables)
         return dict(json.loads(out.read_text()))
 
@@ -111,6 +116,9 @@ def wanted(name: str, folder: Path) -> list[Package]:
     """Return the versions of a package, the newest by its number."""
     if name == BUILT:
         return [Package(name, x.parent.name) for x in sorted(folder.parent.glob("*/venv"))]
+    if name == SOURCE:
+        found = sorted(folder.parent.glob("*/*/bin/llama-bench"))
+        return [Package(name, " ".join(x.parts[-4:-2])) for x in found]
     numbers = []
     for version in VERSIONS[name]:
         if not version and name.startswith("node"):
@@ -172,7 +180,7 @@ def main() -> None:
     folder = options.folder.absolute()
     before = json.loads(RESULTS.read_text("utf-8"))["rows"] if RESULTS.is_file() else []
     rows = {(x["build"], x["tokens"]): x for x in before}
-    for name in (*VERSIONS, BUILT):
+    for name in (*VERSIONS, BUILT, SOURCE):
         if name.startswith("node") and shutil.which("npm") is None:
             print(f"left out: {name}, since there is no npm")
             continue
