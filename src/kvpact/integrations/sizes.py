@@ -22,7 +22,7 @@ from kvpact.files import aligned, size_text
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.integrations.layer_shape import LayerShape, with_packed_windows
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.spec import DEFAULT_SPEC, Spec, is_spec, parse_spec
+from kvpact.spec import DEFAULT_SPEC, Spec, is_spec
 from kvpact.units import StreamFacts
 
 if TYPE_CHECKING:
