@@ -119,8 +119,10 @@ def generally(cache: Any, q: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 def not_by_kernels(cache: Any) -> str:
     """Return why other than kernels of the device attend; their steps can't be captured."""
-    done = cache._layers[0]._held.plan.explain()[0]
-    return "" if DEVICE == "cpu" or done.backend == "triton" else done.reason
+    plan = cache._layers[0]._held.plan
+    if DEVICE == "cpu" or plan._name == "triton":
+        return ""
+    return plan.compute.stats()["reasons"].get(f"attend: {plan._name}", "")
 
 
 def table(

@@ -10,7 +10,6 @@ from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.triton import tuning
-from kvpact.kernels.triton.attend import attend as attention
 from kvpact.kernels.triton.attend import prompt
 from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.triton.attend.prompt import attend_prompt, is_chunk, is_plain_prompt
@@ -64,13 +63,13 @@ def few(monkeypatch):
     """Chunks of few tokens, in several parts; the list that their flash attention is put into."""
     monkeypatch.setattr(prompt, "LEAST_CHUNK", 5)
     monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 32)
-    made = []
+    made, attend_new = [], prompt.attend_new
 
     def recorded(calls, scale):
-        made.append(prompt.attend_new(calls, scale))
+        made.append(attend_new(calls, scale))
         return made[-1]
 
-    monkeypatch.setattr(attention, "attend_new", recorded)
+    monkeypatch.setattr(prompt, "attend_new", recorded)
     return made
 
 
