@@ -8,9 +8,15 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.triton.attend import prompt
 from kvpact.kernels.triton.attend.general import Variant, attend_general
 from kvpact.kernels.triton.attend.merge import merge_parts
+from kvpact.kernels.triton.attend.prompt import (
+    PromptTokens,
+    attend_new,
+    attend_prompt,
+    is_chunk,
+    is_plain_prompt,
+)
 from kvpact.kernels.triton.attend.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.attend.streams import StreamForm
@@ -30,8 +36,8 @@ NARROW = 128  # channels up to which one warp merges a row of queries, and four 
 def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
     """Attend; parameters as of `Backend.attend`."""
     first = calls[0]
-    if first.q.is_cuda and len(calls) == 1 and prompt.is_plain_prompt(first):
-        return prompt.attend_prompt(first)
+    if first.q.is_cuda and len(calls) == 1 and is_plain_prompt(first):
+        return attend_prompt(first)
     batch = sum(call.q.shape[0] for call in calls)
     heads, queries = first.q.shape[1:3]
     out = first.q.new_empty(batch, heads, queries, first.output_dim)
@@ -90,7 +96,7 @@ def _key(call: AttendCall) -> Hashable:
         codec and (slots and slots.form, codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
-    rules = call.scale, call.config.softcap, _mask_type(call), prompt.is_chunk(call)
+    rules = call.scale, call.config.softcap, _mask_type(call), is_chunk(call)
     return forms, _dtypes(call), call.kv_heads, call.output_dim, rules, call.latent
 
 
@@ -166,7 +172,7 @@ class Prepared(NamedTuple):
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
     """Return the arguments known before calls of one kind are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
-    chunk = prompt.is_chunk(call)
+    chunk = is_chunk(call)
     fast = None if chunk else fast_of(calls, *slots)
     skipped: list[tuple[int | Tensor, int]]
     if chunk:
@@ -208,7 +214,7 @@ def attend_prepared(
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, call.scale, rows.table, packed, lse, splits)
-    new = prompt.attend_new(calls, call.scale) if chunk else prompt.PromptTokens(exact, lse)
+    new = attend_new(calls, call.scale) if chunk else PromptTokens(exact, lse)
     steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     each, at_once = merged_at_once(count, values.width)
