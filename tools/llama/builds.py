@@ -67,8 +67,8 @@ def build(
 def install(source: Path, place: Path, jobs: int) -> None:
     """Install llama-cpp-python beside what this interpreter has, kvpact among it."""
     python = place / "bin" / "python"
-    if not python.is_file():
-        venv.create(place, with_pip=True)
+    if not python.with_name("pip").is_file():  # the last thing that is put there
+        venv.create(place, with_pip=True, clear=True)
         (found,) = place.glob("lib/*/site-packages")
         beside = (f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
         (found / "beside.pth").write_text("".join(beside))

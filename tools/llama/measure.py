@@ -8,6 +8,7 @@ generated, so that both sides compute the same.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -53,7 +54,11 @@ def xllamacpp(package: Any, model: str, text: str, room: int) -> Step:
 
 
 def llama_cpp(package: Any, model: str, text: str, room: int) -> Step:
-    """Return a step by llama-cpp-python."""
+    """Return a step by llama-cpp-python, with its own libraries or those of a build's programs."""
+    if folder := os.environ.get("LLAMA_CPP_LIB_PATH"):
+        ggml = ctypes.CDLL(f"{folder}/libggml.so")
+        if not ggml.ggml_backend_reg_count():  # backends are dynamic
+            ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     llama = package.Llama(
         model, n_ctx=room, n_batch=512, n_ubatch=512, n_threads=1, n_threads_batch=1,
         flash_attn=True, type_k=8, type_v=8, verbose=False,
