@@ -156,6 +156,22 @@ def test_a_rollback_into_a_group_that_was_packed_in_advance_opens_it_again():
     assert_shows(cache, seq, twin)
 
 
+@pytest.mark.parametrize("between", ["append", "publish"])
+def test_slots_cut_from_a_shared_page_are_cleared_once_it_is_one_sequences_alone(between):
+    spec = "int:bits=4,sinks=2,window=32"  # a few new tokens wait, and write to no page
+    cache, seq = filled(spec, 150, page_size=64)
+    fork = cache.fork(seq)
+    cache.truncate(fork, 72)
+    if between == "publish":
+        cache.publish(fork, IDS[:72])
+    else:
+        fill(cache, fork, 1, seed=9)
+    cache.free(seq)
+    pieces = [(72, 0), (1, 9)] if between == "append" else [(72, 0)]
+    fill(cache, fork, 90, seed=9)
+    assert_shows(cache, fork, twin_of(spec, *pieces, (90, 9)))
+
+
 def test_padded_sequences_are_not_offered():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
     view = cache.view()

@@ -58,13 +58,17 @@ class Held(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """New tokens of a layer, encoded and not yet stored."""
+    """New tokens of a layer, encoded and not yet stored.
+
+    `clean`: whether the layer is once they are; slots cut from a page that others hold, too, wait.
+    """
 
     before: Held
     after: Held
     appends: list[AppendPlan]
     step: Step
     exact_new: bool
+    clean: bool
 
 
 def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor | None:

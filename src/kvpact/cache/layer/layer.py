@@ -177,7 +177,9 @@ class CacheLayer:
         self.compute.repeats = False
         past = self._view(held, padding)
         step = Step(past, new[0], new[1], padding, self.lock, plan, self._latent)
-        return LayerPlan(held, after._replace(seen=seen), appends, step, config.exact_new)
+        return LayerPlan(
+            held, after._replace(seen=seen), appends, step, config.exact_new, self.clean
+        )
 
     def commit(self, plan: LayerPlan) -> Step:
         """Carry out a plan, or raise `KernelError`; the lock was held since `prepare`."""
@@ -198,7 +200,7 @@ class CacheLayer:
 
     def stored(self, plan: LayerPlan) -> Step:
         """Return the step of a plan that was carried out."""
-        self.clean = True
+        self.clean = plan.clean
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]

@@ -171,7 +171,7 @@ class Prompt:
         self._plan.count(encode=encoded, learn=learnt)
         after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
         step = Step(None, k, v, None, lock, ready.plan, self._latent)
-        return LayerPlan(held, after, [], step, exact_new)
+        return LayerPlan(held, after, [], step, exact_new, True)
 
     def _made(self) -> Ready:
         k_side, v_side = self._sides

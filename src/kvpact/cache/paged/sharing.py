@@ -93,7 +93,7 @@ def seal(layer: CacheLayer, tokens: int) -> None:
     with layer.lock:
         if not layer.clean:
             layer.settle()
-        held, made = layer._held, []
+        held, made, clean = layer._held, [], layer.clean
         for stream in held.streams():
             end = stream.store.writable(min(tokens, stream.length), stream.packed)
             if stream.codec.ready and stream.packed < end:
@@ -103,4 +103,4 @@ def seal(layer: CacheLayer, tokens: int) -> None:
             made.append(stream)
         if made:
             layer._held = held._replace(k=made[0], v=made[1], runner=None)
-        layer.clean = True
+        layer.clean = clean
