@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvpact import CacheGeometry, create_cache
+from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.cache.layer.prompt import Prompt
-from kvpact.errors import KernelError
+from kvpact.errors import CacheFull, GeometryError, KernelError, NonFiniteError
 from kvpact.kernels import native_threads
 from kvpact.kernels.cpu import library, prompt
 from kvpact.testing import same_bytes
@@ -32,28 +32,33 @@ def made(shape, tokens, dtype, seed, strided):
     return found
 
 
-def new_cache(spec, shape, dtype, layers=3):
+def new_cache(spec, shape, dtype, layers=3, **options):
     _, heads, _, dim, v_dim = shape
-    return create_cache(spec, CacheGeometry(layers, heads, dim, v_head_dim=v_dim, dtype=dtype))
+    geometry = CacheGeometry(layers, heads, dim, v_head_dim=v_dim, dtype=dtype)
+    return create_cache(spec, geometry, **options)
 
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Count the layers that were stored in one call, with memory filled with NaN."""
-    counts, take, empty = [], Prompt.take, torch.Tensor.new_empty
+    """Name the calls that stored layers in one, with memory filled with NaN."""
+    names, empty = [], torch.Tensor.new_empty
 
-    def counted(self, *args):
-        found = take(self, *args)
-        counts.append(found is not None)
-        return found
+    def counted(name, call):
+        def named(self, *args):
+            found = call(self, *args)
+            names.append((name, found is not None))
+            return found
+
+        return named
 
     def spoilt(count, dtype):
         return torch.full((count,), torch.nan, dtype=dtype)
 
-    monkeypatch.setattr(Prompt, "take", counted)
+    for name in ("take", "attend"):
+        monkeypatch.setattr(Prompt, name, counted(name, getattr(Prompt, name)))
     monkeypatch.setattr(prompt, "new_state", spoilt)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *s: empty(x, *s).fill_(torch.nan))
-    return counts
+    return names
 
 
 @needs_native
@@ -66,39 +71,85 @@ def test_a_layer_like_another_one_holds_what_it_would_hold_alone(spec, taken):
     dtypes, strided = itertools.cycle(DTYPES), itertools.cycle((True, False))
     for shape, tokens in itertools.product(SHAPES, (1, 20, 64, 71, 95, 100, 127, 128, 300, 700)):
         dtype = next(dtypes)
-        first, other = (made(shape, tokens, dtype, seed, next(strided)) for seed in (1, 2))
-        cache, alone = new_cache(spec, shape, dtype), new_cache(spec, shape, dtype)
-        cache.attend(0, **first)
-        del taken[:]
-        output, wanted = cache.attend(1, **other), alone.attend(0, **other)
-        assert torch.equal(output, wanted)
-        # One token, and queries that wait for a codec to learn from them, go the ordinary way.
-        ordinary = tokens == 1 or (spec.startswith("trellis") and 96 < tokens < 128)
-        assert taken == ([] if ordinary else [True])
-        for x, y in zip(cache.entry(1).tensors(), alone.entry(0).tensors(), strict=True):
-            assert same_bytes(x.contiguous(), y.contiguous())
-        step = made(shape, 1, dtype, 3, strided=False)
-        for _ in range(70):
-            assert torch.equal(cache.attend(1, **step), alone.attend(0, **step))
-        for side in "kv":
-            assert same_bytes(cache.dequantize(1, side), alone.dequantize(0, side))
+        cache = new_cache(spec, shape, dtype)
+        cache.attend(0, **made(shape, tokens, dtype, 1, next(strided)))
+        alone = [new_cache(spec, shape, dtype) for _ in range(2)]
+        for layer, one in enumerate(alone, 1):
+            other = made(shape, tokens, dtype, 1 + layer, next(strided))
+            wanted = one.attend(0, **other)
+            del taken[:]
+            assert torch.equal(cache.attend(layer, **other), wanted)
+            # One token, and queries that wait for a codec to learn from them: the ordinary way.
+            ordinary = tokens == 1 or (spec.startswith("trellis") and 96 < tokens < 128)
+            assert taken == ([] if ordinary else [(("take", "attend")[layer - 1], True)])
+            for x, y in zip(cache.entry(layer).tensors(), one.entry(0).tensors(), strict=True):
+                assert same_bytes(x.contiguous(), y.contiguous())
+        step = made(shape, 1, dtype, 4, strided=False)
+        for layer, one in enumerate(alone, 1):
+            for _ in range(70):
+                assert torch.equal(cache.attend(layer, **step), one.attend(0, **step))
+            for side in "kv":
+                assert same_bytes(cache.dequantize(layer, side), one.dequantize(0, side))
+
+
+def begun(layers, **options):
+    """Return a cache of 9 layers with first tokens in some, one without any, and others for it."""
+    like = "trellis:bits=4", SHAPES[0], torch.float32, 9
+    cache, alone = (new_cache(*like, **options) for _ in range(2))
+    for layer in range(layers):
+        cache.attend(layer, **made(SHAPES[0], 200, torch.float32, 1 + layer, strided=True))
+    return cache, alone, made(SHAPES[0], 200, torch.float32, 1 + layers, strided=True)
 
 
 @needs_native
-def test_a_prompt_that_fails_leaves_the_layer_as_it_was(monkeypatch):
-    cache, alone = (new_cache("trellis:bits=4", SHAPES[0], torch.float32) for _ in range(2))
-    first, other = (made(SHAPES[0], 200, torch.float32, seed, strided=True) for seed in (1, 2))
-    cache.attend(0, **first)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_prompt_that_fails_leaves_the_layer_as_it_was(layer, monkeypatch):
+    cache, alone, other = begun(layer)
     with monkeypatch.context() as patched:
         patched.setattr(library(), "prompt", lambda *_: 2)
         with pytest.raises(KernelError, match="nothing is stored"):
-            cache.attend(1, **other)
+            cache.attend(layer, **other)
     with monkeypatch.context() as patched:
         patched.setattr(library(), "prompt", lambda *_: 3)
         with pytest.raises(MemoryError):
-            cache.attend(1, **other)
-    assert cache.seq_len(1) == 0
-    assert torch.equal(cache.attend(1, **other), alone.attend(0, **other))
+            cache.attend(layer, **other)
+    assert cache.seq_len(layer) == 0
+    assert torch.equal(cache.attend(layer, **other), alone.attend(0, **other))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["k", "v", "q"])
+def test_later_layers_are_checked_as_the_first_one(name):
+    cache, alone, other = begun(3)
+    wrong = {**other, name: other[name].clone()}
+    wrong[name][0, 0, 77, 5] = torch.nan
+    with pytest.raises(NonFiniteError, match=f"^{name} holds NaN or infinity"):
+        cache.attend(3, **wrong)
+    batch = {side: x.repeat(2, 1, 1, 1) for side, x in other.items()}
+    with pytest.raises(GeometryError, match="batch 2"):
+        cache.attend(3, **batch)
+    small = {side: x * (1e-8 if side != "q" else 1) for side, x in other.items()}
+    outputs = cache.attend(3, **small), cache.attend(4, **other)
+    wanted = alone.attend(3, **small), alone.attend(4, **other)
+    assert all(map(torch.equal, outputs, wanted))
+    for layer, side in itertools.product((3, 4), "kv"):
+        assert same_bytes(cache.dequantize(layer, side), alone.dequantize(layer, side))
+
+
+@needs_native
+def test_later_layers_attend_as_their_own_calls_ask(taken):
+    cache, alone, other = begun(3, max_tokens=210)
+    for layer, config in (3, AttendConfig(sliding_window=9)), (4, AttendConfig(softmax_scale=0.2)):
+        outputs = [x.attend(layer, **other, config=config) for x in (cache, alone)]
+        assert torch.equal(*outputs)
+    with pytest.raises(CacheFull):
+        cache.attend(5, **made(SHAPES[0], 211, torch.float32, 7, strided=True))
+    # Where no other layer has tokens, a layer with other rows than before begins anew.
+    for layer in range(5):
+        cache.reset(layer)
+    cache.attend(0, **made((2, *SHAPES[0][1:]), 200, torch.float32, 8, strided=True))
+    with pytest.raises(GeometryError, match="batch 1"):
+        cache.attend(6, **other)
 
 
 @needs_native

@@ -76,13 +76,13 @@ class Compute:
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
         self.empty, self.prompts = Empty(), Empty()
         self.layers: dict[object, int] = {}  # of a cache, by spec
-        # Whether a layer's first tokens were the last ones to be stored as those of another layer.
-        self.repeats = False
+        # What stored a layer's first tokens as those of another layer, if that was the last call.
+        self.repeats: Any = None
 
     def end_prompt(self) -> None:
         """Forget what was made for layers of one kind."""
         self.prompts.clear()
-        self.repeats = False
+        self.repeats = None
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -286,6 +286,13 @@ class Plan:
             name = backend.name
         output = backend.attend(calls)
         self.compute.counts.add(name, attend=len(calls))
+        return output
+
+    def attend_first(self, call: AttendCall) -> Tensor:
+        """Attend over new tokens alone, by a call of which `attend` has checked one like it."""
+        backend = self._for_new(call)
+        output = backend.attend((call,))
+        self.compute.counts.add(backend.name, attend=1)
         return output
 
     def attend_made(self, call: AttendCall, keys: KeyMaking) -> Tensor:

@@ -21,7 +21,8 @@ from kvpact.cache.checks import (
 )
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.layer.let_go import Evictable
-from kvpact.cache.layer.quick import attend, quick_attend
+from kvpact.cache.layer.prompt import Prompt
+from kvpact.cache.layer.quick import attend, quick_attend, quick_first
 from kvpact.cache.layer.states import layer_state, page_tokens, restored_layer
 from kvpact.cache.layer.stored import Step
 from kvpact.cache.memory import room_for
@@ -130,6 +131,9 @@ class ContiguousCache(Evictable, BatchRows):
                 if self.heap.active or self.compute.prompts:
                     self._end_prompt()
                 return output
+            known = self.compute.repeats
+            if known and (output := self._repeated(layer, k, v, q, config, known)) is not None:
+                return output
         return self._attend(layer, k, v, q, config)
 
     _detached_attend = detached(attend)
@@ -140,6 +144,20 @@ class ContiguousCache(Evictable, BatchRows):
         if not isinstance(q, Tensor):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
         return self._checked(attend, layer, k, v, q, config)
+
+    def _repeated(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, known: Prompt
+    ) -> Tensor | None:
+        """Attend with first tokens like the last layer's; None, nothing stored, for `_attend`."""
+        entry, most = self._layers[layer], self.max_tokens
+        if not known.fits(entry.spec, k, v, q, config) or (most is not None and k.shape[2] > most):
+            return None
+        with entry.lock:
+            one_batch = self.batch_size == k.shape[0]
+            output = quick_first(entry, k, v, q, config, known) if one_batch else None
+            self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, hold=False)
+            self.heap.stored(layer + 1 == len(self._layers))
+            return output
 
     @detached
     def store(
@@ -349,8 +367,7 @@ class ContiguousCache(Evictable, BatchRows):
         """Return an independent copy; slots are shared until one side writes to them."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.heap = Hold()
-        other._layers = [layer.fork() for layer in self._layers]
+        other.heap, other._layers = Hold(), [layer.fork() for layer in self._layers]
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -123,9 +123,9 @@ class CacheLayer:
         if sizes and held.k is None and padding is None:
             key = prompt_key(pair, k, v, q)
             known: Prompt | None = prompts.get(key)
-            plan = known.take(call, sizes, held, self.lock, config.exact_new) if known else None
+            plan = known.take(call, sizes, held, self.lock, config) if known else None
             if plan is not None:
-                self.compute.repeats = True
+                self.compute.repeats = known
                 return plan
         seen = next_seen(held, pair[0], k, q)
         k_size, v_size = (None, None) if sizes is None else sizes[:2]
@@ -174,7 +174,7 @@ class CacheLayer:
             found = collected()
             good = found if good is None or found is None else good & found
         after = held._replace(k=k, v=v, padding=padding, plan=plan, good=good, runner=None)
-        self.compute.repeats = False
+        self.compute.repeats = None
         past = self._view(held, padding)
         step = Step(past, new[0], new[1], padding, self.lock, plan, self._latent)
         return LayerPlan(
@@ -261,6 +261,12 @@ class CacheLayer:
     def paced(self, held: Held, rows: Tensor | None = None) -> Held:
         """Return what is held after a change, of the batch rows given; see `BudgetLayer`."""
         return held
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether first tokens find streams that layers of one spec have in common."""
+        own = self.codecs is None and self.offset is None and not any(self.small) and self.clean
+        return own and self._make_store == SegmentList.new
 
     def learner(self, k: Stream, padding: Tensor | None) -> Stream:
         """Return the stream of keys, here `k`, whose codec is to learn from queries."""

@@ -17,7 +17,9 @@ from kvpact.cache.layer.held import Held, LayerPlan, Pair
 from kvpact.cache.layer.stored import Step
 from kvpact.cache.stream.segments import SegmentList
 from kvpact.cache.stream.stream import AppendPlan, Stream
+from kvpact.contract import TOO_LARGE, AttendConfig
 from kvpact.kernels import (
+    AttendCall,
     Compute,
     Plan,
     PromptPlace,
@@ -26,9 +28,11 @@ from kvpact.kernels import (
     StreamPlan,
     TokenMemory,
     giving_back,
+    largest,
     surely_stored,
 )
 from kvpact.methods import Codec
+from kvpact.methods.scaled import LEAST
 from kvpact.spec import Spec
 
 Call = tuple[Tensor, Tensor, Tensor | None]
@@ -48,6 +52,11 @@ def prompt_key(pair: Pair, k: Tensor, v: Tensor, q: Tensor | None) -> Any:
     queries = None if q is None else (q.shape, q.dtype)
     # Such streams stay in `Compute.empty`, so that their addresses stay theirs.
     return id(first), id(second), k.shape, v.shape, k.dtype, queries
+
+
+def _kind(*call: Tensor | None) -> list[Any]:
+    """Return what calls of one kind have in common."""
+    return [(x.shape, x.dtype, x.device, x.layout) if type(x) is Tensor else x for x in call]
 
 
 class Ready(NamedTuple):
@@ -119,10 +128,14 @@ class Prompt:
         plan: Plan,
         runner: PromptRunner,
         layers: int,
+        spec: Spec,
+        call: Call,
         latent: bool,
     ) -> None:
         self._sides, self._plan, self._runner, self._latent = sides, plan, runner, latent
         self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
+        self._spec, self._like = spec, _kind(*call)
+        self._config: AttendConfig | None = None  # of calls that `attend` takes
 
     @classmethod
     def like(
@@ -148,13 +161,45 @@ class Prompt:
         plan = compute.plan(before[0].plan, before[1].plan, False, latent)
         runner = plan.prompt(given, q if learns and k.codec.ready else None, k.learning)
         layers = compute.layers.get(spec, 1) - 1
-        return None if runner is None else cls((first, second), plan, runner, layers, latent)
+        if runner is None:
+            return None
+        return cls((first, second), plan, runner, layers, spec, call, latent)
 
     def take(
-        self, call: Call, sizes: Sequence[float], held: Held, lock: Lock, exact_new: bool
+        self, call: Call, sizes: Sequence[float], held: Held, lock: Lock, config: AttendConfig
     ) -> LayerPlan | None:
         """Store another layer's first tokens; return its plan, or None for the ordinary way."""
-        k, v, q = call
+        k, v, _ = call
+        ready = self._stored(call, sizes)
+        if ready is None:
+            return None
+        plain = config.mask is None and config.exact_new and not self._latent
+        self._config = config if plain and k.is_cpu and config.origin is None else None
+        after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
+        step = Step(None, k, v, None, lock, ready.plan, self._latent)
+        return LayerPlan(held, after, [], step, config.exact_new, True)
+
+    def fits(self, spec: Spec, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+        """Return whether `attend` takes a layer's first tokens, all but their numbers known."""
+        if config is not self._config or type(q) is not Tensor:
+            return False
+        return _kind(k, v, q) == self._like and spec == self._spec
+
+    def attend(
+        self, held: Held, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    ) -> tuple[Held, Tensor] | None:
+        """Store first tokens and attend over them, as `take` does and its step, in fewer calls."""
+        sizes = largest(k, v, q)
+        if not (min(sizes[:2]) >= LEAST and sizes[2] < TOO_LARGE):
+            return None
+        ready = self._stored((k, v, q), sizes)
+        if ready is None:
+            return None
+        output = self._plan.attend_first(AttendCall(None, k, v, q, config))
+        return held._replace(k=ready.k, v=ready.v, plan=ready.plan), output
+
+    def _stored(self, call: Call, sizes: Sequence[float]) -> Ready | None:
+        """Return the state with these tokens in it; None, nothing held, for the ordinary way."""
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
         with self._lock:  # layers may be given to threads
@@ -163,15 +208,13 @@ class Prompt:
                     self._ready = [self._made() for _ in range(max(self._layers, 1))]
                 self._layers = 0
             ready = self._ready.pop()
-        if not self._runner.run(ready.place, k, v, q):
+        if not self._runner.run(ready.place, *call):
             return None
         k_side, v_side = self._sides
         encoded = (k_side.packed > 0) + (v_side.packed > 0)
         learnt = int(ready.k.codec is not k_side.empty.codec)
         self._plan.count(encode=encoded, learn=learnt)
-        after = held._replace(k=ready.k, v=ready.v, plan=ready.plan)
-        step = Step(None, k, v, None, lock, ready.plan, self._latent)
-        return LayerPlan(held, after, [], step, exact_new, True)
+        return ready
 
     def _made(self) -> Ready:
         k_side, v_side = self._sides

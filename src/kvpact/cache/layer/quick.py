@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpact.cache.layer.held import Held, Sizes, next_seen
 from kvpact.cache.layer.layer import CacheLayer
+from kvpact.cache.layer.prompt import Prompt
 from kvpact.cache.stream.advance import MOST_STEP, advance, next_memory
 from kvpact.cache.stream.stream import Stream
 from kvpact.contract import AttendConfig
@@ -58,6 +59,20 @@ def quick_attend(
         if held.runner is None and not make_runner(layer, k, v, q, config, runner):
             return None
         return _run_step(layer, k, v, q, config)
+
+
+def quick_first(
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, known: Prompt
+) -> Tensor | None:
+    """Carry out `attend` with first tokens as `known` did; None, nothing stored, if it can't."""
+    held = layer._held
+    if type(layer) is not CacheLayer or held.k is not None or not layer.begins_anew:
+        return None
+    found = known.attend(held, k, v, q, config)
+    if found is None:
+        return None
+    layer._held, output = found
+    return output
 
 
 def _run_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -57,18 +58,19 @@ _NO_TOKENS = (0, 0, 0, 0)
 
 def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
     """Return the arguments of a stream that holds nothing: new tokens only."""
-    dim = fresh.shape[3]
-    fixed = structs.StreamStruct(
-        kind=structs.KINDS["raw"],
-        bits=32,
-        dim=dim,
-        number=structs.F32,
-        channels=dim,
-        dtype=DTYPES[fresh.dtype],
-        segment_tokens=1,
-    )
     moving = (0, *_NO_TOKENS, *exact_tokens(fresh, alive), *_NO_TOKENS, 0, 0, *NO_OFFSET)
-    return bytes(fixed)[: structs.FIXED_BYTES], moving
+    return _raw_arguments(fresh.shape[3], fresh.dtype), moving
+
+
+@lru_cache(maxsize=64)
+def _raw_arguments(dim: int, dtype: torch.dtype) -> bytes:
+    """Return the fixed arguments of a stream whose tokens are all exact."""
+    raw, number = structs.KINDS["raw"], structs.F32
+    fixed = structs.StreamStruct(
+        kind=raw, bits=32, dim=dim, number=number, channels=dim, dtype=DTYPES[dtype]
+    )
+    fixed.segment_tokens = 1
+    return bytes(fixed)[: structs.FIXED_BYTES]
 
 
 def _stream(

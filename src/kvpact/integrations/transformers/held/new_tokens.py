@@ -45,7 +45,8 @@ class NewTokens(WaitingTokens):
             v = v.new_zeros(*v.shape[:3], 1)
         cache = shared.held[layer]
         if cache is None:
-            k, v = as_stored(k, v, None)
+            if k_dtype is not v_dtype or k_dtype not in DTYPES:
+                k, v = as_stored(k, v, None)
             cache = shared.cache_for(layer, k, v)
         elif not k_dtype is v_dtype is cache.geometry.dtype:
             k, v = as_stored(k, v, cache.geometry.dtype)
