@@ -126,10 +126,6 @@ class StepTokens(NamedTuple):
     inside: bool
 
 
-_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape (that of a row where rows are many), strides and dtype of a tensor."""
-
-
 class StepRunner(ABC):
     """Carries out steps of one layer at once; made for calls like `call`, over its slots.
 
@@ -144,10 +140,12 @@ class StepRunner(ABC):
         self.config = call.config
         self.sources: tuple[SegmentSource, SegmentSource]
         self.sources = (call.view.k.source, call.view.v.source)
-        self._device = call.q.get_device()
-        self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
+        device = call.q.get_device()
+        self._like = [
+            (x.shape, x.stride(), x.dtype, device, False) for x in (call.k, call.v, call.q)
+        ]
         # How far rows lie apart is looked up at each step.
-        self._row_like = [(shape[1:], stride[1:], dtype) for shape, stride, dtype in self._like]
+        self._row_like = [(shape[1:], stride[1:], *more) for shape, stride, *more in self._like]
 
     def fits(
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
@@ -155,9 +153,18 @@ class StepRunner(ABC):
         """Return whether a call (with `rows`, each row) has the shapes that this was made for."""
         if config is not self.config and not _equal(config, self.config):
             return False
-        like_k, like_v, like_q = self._like if rows is None else self._row_like
-        fits = self._fits
-        return fits(k, like_k, rows) and fits(v, like_v, rows) and fits(q, like_q, rows)
+        if not type(k) is type(v) is type(q) is Tensor:
+            return False
+        try:
+            found = [
+                (x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad) for x in (k, v, q)
+            ]
+        except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
+            return False
+        if rows is None:
+            return found == self._like
+        each = [(shape[1:], stride[1:], *more) for shape, stride, *more in found]
+        return each == self._row_like and len(k) == len(v) == len(q) == rows
 
     def matches(self, other: object) -> bool:
         """Return whether both were made for the same calls, but for their slots."""
@@ -179,19 +186,6 @@ class StepRunner(ABC):
         number is NaN, infinite or beyond what is surely stored: the ordinary way then decides, and
         names it.
         """
-
-    def _fits(self, x: Tensor, like: _Like, rows: int | None) -> bool:
-        """Return whether a tensor is like those before; with `rows`, but for so many in front."""
-        if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
-            return False
-        shape, stride, dtype = like
-        first = 0 if rows is None else 1
-        if rows is not None:
-            shape = (rows, *shape)
-        try:
-            return x.shape == shape and x.stride()[first:] == stride and x.dtype is dtype
-        except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
-            return False
 
 
 def _equal(a: AttendConfig, b: AttendConfig) -> bool:

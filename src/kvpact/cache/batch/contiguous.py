@@ -39,7 +39,6 @@ from kvpact.snapshot.state import CacheState, LayerState
 from kvpact.spec import Spec
 
 T = TypeVar("T")
-_DEFAULT = AttendConfig()
 
 
 class ContiguousCache(Evictable, BatchRows):
@@ -124,7 +123,8 @@ class ContiguousCache(Evictable, BatchRows):
         """
         if torch.is_inference_mode_enabled():
             return self._detached_attend(layer, k=k, v=v, q=q, config=config)
-        config = _DEFAULT if config is None else attend_config(config)
+        if type(config) is not AttendConfig:
+            config = attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
             if output is not None:

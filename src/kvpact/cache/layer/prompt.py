@@ -183,7 +183,7 @@ class Prompt:
         """Return whether `attend` takes a layer's first tokens, all but their numbers known."""
         if config is not self._config or type(q) is not Tensor:
             return False
-        return _kind(k, v, q) == self._like and spec == self._spec
+        return (spec is self._spec or spec == self._spec) and _kind(k, v, q) == self._like
 
     def attend(
         self, held: Held, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig

@@ -102,7 +102,7 @@ class WaitingTokens:
         if not wait.holds(0, k, v) or (self._is_last and not wait.fits(k, v)):
             return False
         # Copies, since a view would keep more memory alive.
-        self._hold(k.clone(memory_format=DENSE), v.clone(memory_format=DENSE))
+        self.k, self.v = k.clone(memory_format=DENSE), v.clone(memory_format=DENSE)
         # These stay from call to call: a cycle would keep them until garbage is collected.
         self.shared, self._wait = proxy(shared), wait
         _read.last = ref(self)
