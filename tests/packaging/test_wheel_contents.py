@@ -54,7 +54,7 @@ def test_a_wheel_that_is_tagged_for_another_python_or_platform(tmp_path):
 
 def test_the_header_names_what_the_loader_wants():
     assert interface() == {
-        *("kvp_abi", "kvp_levels", "kvp_scratch", "kvp_read", "kvp_magnitude"),
+        *("kvp_abi", "kvp_levels", "kvp_scratch", "kvp_read", "kvp_magnitudes"),
         *("kvp_attend", "kvp_attend_rows", "kvp_encode", "kvp_decode", "kvp_prompt"),
         *("kvp_step", "kvp_scan", "kvp_gather", "kvp_heap_hold", "kvp_heap_trim", "kvp_openmp"),
     }

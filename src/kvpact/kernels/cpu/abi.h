@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 10
+#define KVP_ABI 11
 
 #if defined(KVP_GGML)
 #define KVP_EXPORT // that library exports functions of its own
@@ -121,7 +121,8 @@ typedef struct {
     const float *sink_logits;    // [H_q] or NULL
     const char *mask;            // bytes (1: may be seen) or floats, or NULL
     int64_t mask_row, mask_head, mask_query;  // strides in bytes; tokens have no gaps
-    int32_t mask_float, unused;
+    int32_t mask_float;
+    int32_t by_token;            // 1: out is [B, queries, H_q, D_v]
     float scale, softcap;        // softcap 0: none
     int64_t threads;
 } kvp_attend_args;
@@ -284,6 +285,12 @@ typedef struct {
     int64_t held, threads;
 } kvp_step_args;
 
+// Numbers that are only looked at: [B, H, T, D].
+typedef struct {
+    kvp_exact x;
+    int64_t dtype, batch, heads, tokens, dim;
+} kvp_tensor;
+
 KVP_EXPORT int kvp_abi(void);
 // Bytes of scratch memory that the calling thread holds for its next call; `all` (or NULL) gets those of
 // all threads. A thread gives back nothing before it ends.
@@ -312,9 +319,9 @@ KVP_EXPORT int kvp_encode(int level, const kvp_encode_args *args, int64_t count)
 // Learns and encodes. Level as in kvp_attend. Returns 0, what kvp_encode returns, or 4 where what was learnt is no
 // number in fp16, or a weight is zero; then nothing is encoded.
 KVP_EXPORT int kvp_prompt(int level, const kvp_prompt_args *args);
-// The largest magnitude in x ([B, H, T, D]); NaN or infinity where one number is.
-KVP_EXPORT float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads,
-                               int64_t tokens, int64_t dim, int64_t threads);
+// Writes the largest magnitude in each of `count` tensors; NaN or infinity where one number is. Returns 0, or 1:
+// no such level.
+KVP_EXPORT int kvp_magnitudes(int level, const kvp_tensor *x, int64_t count, int64_t threads, float *out);
 // Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_decode(int level, const kvp_decode_args *args);
 // Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).

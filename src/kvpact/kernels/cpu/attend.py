@@ -109,7 +109,7 @@ class NativeCall(NamedTuple):
     query_rows: int  # of a KV head
 
 
-def native_call(call: AttendCall, out: int) -> NativeCall:
+def native_call(call: AttendCall, out: int, by_token: bool = False) -> NativeCall:
     """Return the arguments of a checked call, with `out`, the address of its fp32 output.
 
     The view and the tokens have to stay while these are used. Raises `CorruptState`.
@@ -149,7 +149,7 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
         batch, heads, q_heads // heads, queries, held, new, held + new - queries,
         address, q_row, q_head, q_token, out, DTYPES[q.dtype],
         config.is_causal, config.sliding_window or 0, starts, rows,
-        mask, mask_row, mask_head, mask_query, mask_float, 0,
+        mask, mask_row, mask_head, mask_query, mask_float, by_token,
         call.scale, config.softcap or 0.0, torch.get_num_threads(),
     )  # fmt: skip
     return NativeCall(args, alive, q_heads // heads * queries)
@@ -183,12 +183,15 @@ def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor
     first = calls[0]
     _, q_heads, queries, _ = first.q.shape
     rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)
-    out = new_output(rows, q_heads, queries, first.output_dim)
+    # Models want the tokens of prompts in a row, with all heads of each.
+    by_token = queries > 1
+    inner = (queries, q_heads) if by_token else (q_heads, queries)
+    out = new_output(rows, *inner, first.output_dim)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
     few: list[NativeCall] = []
     many: list[NativeCall] = []
     for call in calls:
-        native = native_call(call, place)
+        native = native_call(call, place, by_token)
         (many if native.query_rows >= many_rows(library, call) else few).append(native)
         place += size * call.q.shape[0]
     status = 0
@@ -200,4 +203,5 @@ def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor
         raise MemoryError("no memory for the scratch space of attention")
     if status:
         raise KernelError(f"the native kernel refused the call ({status})")
-    return out if first.q.dtype is _F32 else saturated(out, first.q.dtype)
+    out = out if first.q.dtype is _F32 else saturated(out, first.q.dtype)
+    return out.transpose(1, 2) if by_token else out

@@ -65,12 +65,12 @@ def search_tree(boundaries: Sequence[float]) -> list[float]:
 
 def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:
     """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is."""
-    found, bit, call = [], library.bit, library.magnitude
-    alive, threads = list[Tensor](), torch.get_num_threads()
-    for x in tensors:
-        exact = structs.ExactStruct(*exact_tokens(x, alive))
-        found.append(call(bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape, threads))
-    return found
+    alive, out = list[Tensor](), (ctypes.c_float * len(tensors))()
+    given = [
+        structs.TENSOR.pack(*exact_tokens(x, alive), DTYPES[x.dtype], *x.shape) for x in tensors
+    ]
+    library.magnitudes(library.bit, b"".join(given), len(given), torch.get_num_threads(), out)
+    return list(out)
 
 
 def placed(codec: Codec, encoder: CodecEncoder, source: SegmentSource) -> ctypes.Structure:

@@ -66,11 +66,8 @@ class NativeLibrary:
         self.attend, self.attend_rows = loaded.kvp_attend, loaded.kvp_attend_rows
         self.encode, self.decode = loaded.kvp_encode, loaded.kvp_decode
         self.prompt, self.step = loaded.kvp_prompt, loaded.kvp_step
-        self.magnitude, self.scan, self.gather = (
-            loaded.kvp_magnitude,
-            loaded.kvp_scan,
-            loaded.kvp_gather,
-        )
+        self.scan, self.gather = loaded.kvp_scan, loaded.kvp_gather
+        self.magnitudes = loaded.kvp_magnitudes
         # With the interpreter's lock held: no other thread, and no fork, comes in between.
         self.heap_trim, self.heap_hold = loaded.kvp_heap_trim, ctypes.PyDLL(str(path)).kvp_heap_hold
         self.heap_hold.restype, self.heap_hold.argtypes = FUNCTIONS["kvp_heap_hold"]

@@ -93,6 +93,8 @@ STEP = struct.Struct("@" + _codes(StepArgs))
 """`StepArgs` in one piece."""
 PROMPT = struct.Struct("@" + _codes(PromptArgs))
 """`PromptArgs` in one piece."""
+TENSOR = struct.Struct("@" + _codes(_TYPES["kvp_tensor"]))
+"""A `kvp_tensor` in one piece."""
 
 assert CALL.size == sizeof(AttendArgs), "padding inside of AttendArgs"
 assert STEP.size == sizeof(StepArgs), "padding inside of StepArgs"

@@ -29,6 +29,9 @@ struct Table {
     bool (*scan_span)(const kvp_scan_args &args, Span span);
 };
 
+// The largest magnitude in a tensor; NaN or infinity where one number is.
+float magnitude_of(const Table &table, const kvp_tensor &x, int64_t threads);
+
 // The table of a level, one bit of kvp_levels; NULL where it is not compiled in or not supported.
 const Table *table_of(int level);
 

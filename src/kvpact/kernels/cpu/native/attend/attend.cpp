@@ -238,7 +238,7 @@ static void finish(const Job &job) {
             float *all = job.partial + i * job.splits * job.partial_size() + r * stride;
             float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
             for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.partial_size()]);
-            float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
+            float *out = a.out + output_row(a, b, h, r % a.queries) * a.v.dim;
             if (peak == -INFINITY) {
                 memset(out, 0, sizeof(float) * a.v.dim);
                 continue;

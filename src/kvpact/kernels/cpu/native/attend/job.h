@@ -5,6 +5,12 @@
 constexpr int BLOCK = 256; // at most so many tokens' scores are held at a time
 constexpr int MAX_ROWS = 8; // query rows that share one pass over the slots
 
+// Where a query's output stands, in rows of numbers.
+inline int64_t output_row(const kvp_attend_args &a, int64_t b, int64_t head, int64_t query) {
+    const int64_t heads = a.heads * a.groups;
+    return a.by_token ? (b * a.queries + query) * heads + head : (b * heads + head) * a.queries + query;
+}
+
 struct Job {
     const kvp_attend_args *args;
     int64_t rows;             // query rows of a KV head: groups * queries

@@ -278,7 +278,7 @@ static void merge(const Rows &r, float *parts) {
         const float sink = a.sink_logits ? a.sink_logits[h] : -INFINITY;
         float peak = sink;
         for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, Part(job, parts + s * job.part_size()).peak[i]);
-        float *out = a.out + ((r.b * a.heads * a.groups + h) * a.queries + r.query(i)) * x.dim;
+        float *out = a.out + output_row(a, r.b, h, r.query(i)) * x.dim;
         if (peak == -INFINITY) {
             memset(out, 0, sizeof(float) * x.dim);
             continue;

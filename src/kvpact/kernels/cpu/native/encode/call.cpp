@@ -1,4 +1,4 @@
-// kvp_encode, kvp_prompt and kvp_magnitude: which calls are covered, and their tasks.
+// kvp_encode, kvp_prompt and kvp_magnitudes: which calls are covered, and their tasks.
 #include <atomic>
 #include <initializer_list>
 #include <math.h>
@@ -217,11 +217,18 @@ int kvp_prompt(int level, const kvp_prompt_args *args) {
     return kvp_encode(level, sides, 2);
 }
 
-float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads, int64_t tokens,
-                    int64_t dim, int64_t threads) {
+int kvp_magnitudes(int level, const kvp_tensor *x, int64_t count, int64_t threads, float *out) {
     const Table *table = table_of(level);
-    if (!table) return NAN;
-    const int64_t size = dtype == KVP_F32 ? 4 : 2, all = batch * heads * tokens * dim;
+    if (!table) return 1;
+    for (int64_t i = 0; i < count; i++) out[i] = magnitude_of(*table, x[i], threads);
+    return 0;
+}
+
+float magnitude_of(const Table &table, const kvp_tensor &tensor, int64_t threads) {
+    const kvp_exact *x = &tensor.x;
+    const int32_t dtype = (int32_t)tensor.dtype;
+    int64_t heads = tensor.heads, tokens = tensor.tokens, dim = tensor.dim;
+    const int64_t size = dtype == KVP_F32 ? 4 : 2, batch = tensor.batch, all = batch * heads * tokens * dim;
     if (all < 1) return 0;
     // Rows without gaps are read in one go.
     if (x->token == dim * size || tokens == 1) {
@@ -235,7 +242,7 @@ float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch,
         dim *= heads;
         heads = 1;
     }
-    Reach reach{table, *x, dtype, heads, tokens, dim, batch * heads * tokens};
+    Reach reach{&table, *x, dtype, heads, tokens, dim, batch * heads * tokens};
     const int64_t pieces = (dim + PIECE - 1) / PIECE;
     reach.lines = dim < PIECE ? PIECE / dim : 1;
     kvp_parallel(all < 4 * PIECE ? 1 : threads, (reach.count + reach.lines - 1) / reach.lines * pieces, reach_task, &reach);

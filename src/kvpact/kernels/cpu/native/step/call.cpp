@@ -21,7 +21,8 @@ struct Side {
 // Whether all numbers are at most `limit` (and so finite).
 bool within(int level, const kvp_exact &x, int32_t dtype, const kvp_attend_args &a, int64_t heads, int64_t tokens,
             int64_t dim, float limit) {
-    return kvp_magnitude(level, &x, dtype, a.batch, heads, tokens, dim, 1) <= limit;
+    const Table *table = table_of(level);
+    return table && magnitude_of(*table, {x, dtype, a.batch, heads, tokens, dim}, 1) <= limit;
 }
 
 float number(const char *at, int32_t dtype) {
