@@ -60,7 +60,7 @@ def tells_call(line: str) -> Callable[[F], F]:
                     raise  # from within
                 raise CallError(f"{error}; write: {line}") from None
 
-        return call  # type: ignore
+        return call  # type: ignore[return-value]
 
     return changed
 
@@ -70,10 +70,10 @@ def tells_names(meant: Mapping[str, str], call: str = "") -> Callable[[type[T]],
 
     def changed(kind: type[T]) -> type[T]:
         if call:
-            kind.__init__ = tells_call(call)(kind.__init__)  # type: ignore
+            kind.__init__ = tells_call(call)(kind.__init__)  # type: ignore[method-assign]
         for name, line in meant.items():
             setattr(kind, name, _Absent(name, line))
-        kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore
+        kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore[method-assign]
         return kind
 
     return changed

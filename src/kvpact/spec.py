@@ -180,6 +180,9 @@ def _parse_side(text: str) -> tuple[Any, Any]:
         key, equals, value = item.strip().partition("=")
         if not equals and key.isdecimal() and "bits" in types:
             key, equals, value = "bits", "=", key
+        if ":" in key or (not equals and key in known_names()):
+            line = "each stands by itself, or one for K and one for V around a slash"
+            raise SpecError(f"{text!r} names two methods; {line}: {text.replace(',', '/', 1)!r}")
         if not equals:
             raise SpecError(f"{text!r}: {item!r} is no key=value")
         if key in options:

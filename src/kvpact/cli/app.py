@@ -140,6 +140,8 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f"No such option: {option}; write: {context.command_path} … {value}"
     if plain in NEEDLESS:
         return f"No such option: {option}; leave it out: {NEEDLESS[plain]}"
+    if text.startswith("No such command") and " llama-cpp" in context.command_path:
+        return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
     if "unexpected extra argument" in text and "--model" in names:
         return f"{text}; a model is named by --model"
     return text + (f"; see {context.command_path} --help" if context is not None else "")

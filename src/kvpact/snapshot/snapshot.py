@@ -141,14 +141,9 @@ class Snapshot:
         return cls.from_bytes(data)
 
     @classmethod
-    def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:
-        """Read a buffer's header alone, as `open` does a file's."""
-        return cls(Container(data, KIND, *VERSIONS))
-
-    @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
         """Read a buffer and check all of it; errors as in `open` and `verify`."""
-        snapshot = cls.from_buffer(data)
+        snapshot = cls(Container(data, KIND, *VERSIONS))
         snapshot.verify()
         return snapshot
 

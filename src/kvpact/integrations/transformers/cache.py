@@ -15,7 +15,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_names
+from kvpact.callable_package import CallError, tells_call, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import is_of_others
 from kvpact.integrations.transformers import versions
@@ -233,6 +233,7 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
+    @tells_call("cache.save(path)")
     def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
         """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
 
@@ -243,12 +244,16 @@ class CompressedCache(Evicting):
         self.snapshot(**more).save(path)
 
     @classmethod
+    @tells_call("CompressedCache.load(path, model)")
     def load(cls, path: str | PathLike[str], model: Any, **options: Any) -> Self:
         """Return a new cache of a model, of the file's specs, that goes on where `save` was called.
 
         `options` are more of `CompressedCache`, as the saved one was made with: `budget`, `k_eq_v`.
         Errors are those of `Snapshot.open`, of `CompressedCache` and of `restore`.
         """
+        if not isinstance(path, str | PathLike):
+            given = type(path).__name__  # type: ignore[unreachable]
+            raise CallError(f"{given} is no path; write: CompressedCache.load(path, model)")
         held = Snapshot.open(path)
         given = {"sliding": ring_spec(held.records())}
         given |= {} if held.manifest.version > 1 else {"key_offsets": None}  # from before these

@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvpact.calibration import Calibration
+from kvpact.callable_package import tells_names
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.cache import CompressedCache
@@ -206,6 +207,12 @@ class _CacheMaker(_Hook):
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 
 
+@tells_names(
+    dict.fromkeys(
+        ("config", "device", "eval", "forward", "generate", "to"),
+        "enable(model), then go on with the model itself, which is changed",
+    )
+)
 class Enabled(AbstractContextManager["Enabled"]):
     """The result of `enable`: the end of a ``with`` statement undoes what it did.
 

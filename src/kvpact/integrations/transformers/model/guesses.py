@@ -14,7 +14,7 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, is_recipe
 from kvpact.registry import known_names
-from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, parse_spec
+from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, is_spec, parse_spec
 
 _OPTIONS = (
     "attention",
@@ -56,12 +56,16 @@ CACHE_MEANT = {
     "__enter__": "cache = CompressedCache(model), without `with`: `del cache` frees it",
     "bits": "cache.stats()['bits_per_value']",
     "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
-    "fork": "copy.deepcopy(cache)",
+    **dict.fromkeys(("clone", "copy", "fork"), "copy.deepcopy(cache)"),
+    **dict.fromkeys(("clear", "empty"), "cache.reset()"),
+    **dict.fromkeys(
+        ("get_usable_length", "length", "num_tokens", "seen_tokens"), "cache.get_seq_length()"
+    ),
     "from_pretrained": "CompressedCache.load(path, model)",
     "from_snapshot": "CompressedCache.load(path, model)",
     **dict.fromkeys(("key_cache", "value_cache"), "cache.layers[0].keys, and .values"),
     **dict.fromkeys(("get_memory_footprint", "memory"), "cache.nbytes"),
-    "save_pretrained": "cache.save(path)",
+    **dict.fromkeys(("save_pretrained", "state_dict", "to_disk"), "cache.save(path)"),
     "size": "cache.nbytes",
     "summary": "print(cache), or cache.stats()",
     "truncate": "cache.crop(-count), with the number of tokens to remove",
@@ -109,17 +113,32 @@ def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
     """Return the config of a model, or the one that was passed; `maker` is what was called."""
     config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
+        marks = [vars(x).get("is_causal") for x in _modules_of_encoder(model, config)]
+        if False in marks and True not in marks:
+            raise KVPactError(
+                f"{type(model).__name__} reads all tokens at once, without a cache; write: "
+                f"{maker}(model), of a model that generates text"
+            )
         return config
     owner = getattr(spec, "config", spec)
     if isinstance(model, str | PathLike) and isinstance(owner, PreTrainedConfig):
         line = f"{maker}(model, {str(model)!r})"
+    elif isinstance(model, str) and is_spec(model):
+        line = f"{maker}(model, {model!r})"
     elif isinstance(model, str | PathLike | tuple):
         name = "..." if isinstance(model, tuple) else repr(str(model))
         line = f"model, tokenizer = kvpact.load_model({name}); {maker}(model)"
     else:
-        name = "pipe.model" if hasattr(model, "model") else "model"
+        around = next((x for x in ("model", "module") if hasattr(model, x)), "")
+        name = {"model": "pipe.model", "module": "model.module"}.get(around, "model")
         line = f"{maker}({name}), of a model of transformers or its config"
     raise KVPactError(f"{type(model).__name__} stands where the model should; write: {line}")
+
+
+def _modules_of_encoder(model: Any, config: Any) -> list[Module]:
+    """Return the modules of a model that may be an encoder; a config alone does not tell."""
+    encoder = getattr(config, "is_decoder", None) is False and isinstance(model, Module)
+    return list(model.modules()) if encoder and not config.is_encoder_decoder else []
 
 
 def unwrapped(model: Any) -> Any:
