@@ -31,6 +31,13 @@ DEFAULT_SPEC = "trellis:bits=4"
 """The spec where none is named: the codec of least error at about 4 bits (`kvpact eval`)."""
 
 
+class Omitted(str):
+    """The default spec where nobody has named one: a budget then begins exact."""
+
+
+OMITTED = Omitted(DEFAULT_SPEC)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A method for the keys and a method for the values.

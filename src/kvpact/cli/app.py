@@ -144,7 +144,12 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
     if "unexpected extra argument" in text and "--model" in names:
         return f"{text}; a model is named by --model"
-    return text + (f"; see {context.command_path} --help" if context is not None else "")
+    if context is None:
+        return text
+    known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]
+    if text.startswith("No such") and "ossible options" not in text and "Did you" not in text:
+        return f"{text}; {context.command_path} has {', '.join(sorted(known))}"
+    return f"{text}; see {context.command_path} --help"
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpact.callable_package import tells_call
 from kvpact.data import model_table
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.files import aligned, size_text
@@ -121,6 +122,7 @@ class SizeResult:
         return aligned(lines)
 
 
+@tells_call("kvpact.size(model, specs, tokens, batch=..., dtype=..., k_eq_v=..., sliding=...)")
 def size(
     model: str | PathLike[str] | PreTrainedConfig | PreTrainedModel | CacheGeometry,
     specs: SpecLike | Sequence[SpecLike] = SPECS,

@@ -57,7 +57,7 @@ from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import LayerState, Snapshot
 from kvpact.snapshot.state import CacheState
-from kvpact.spec import DEFAULT_SPEC, Spec
+from kvpact.spec import OMITTED, Omitted, Spec
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -119,9 +119,8 @@ class CompressedCache(Evicting):
         omitted, they stay as transformers caches them, exact.
     budget : int or str, optional
         Bytes (``"200MB"``) that the cache never exceeds, all layers together; or a share
-        (``"25%"``) of the 16-bit cache of `context` tokens. It begins exact, or with a spec that is
-        not the default, and takes fewer bits, layer by layer, as the context grows (see
-        `create_cache`).
+        (``"25%"``) of the 16-bit cache of `context` tokens. It begins exact, or with a named
+        spec, and takes fewer bits, layer by layer, as the context grows (see `create_cache`).
     rungs : sequence of specs, optional
         The ladder of a budget, from the most bytes to the fewest.
     context : int, optional
@@ -140,7 +139,7 @@ class CompressedCache(Evicting):
     def __init__(
         self,
         model: PreTrainedModel | versions.PreTrainedConfig | None = None,
-        spec: SpecLike = DEFAULT_SPEC,
+        spec: SpecLike = OMITTED,
         *,
         attention: str = "auto",
         exact_new: bool = True,
@@ -170,7 +169,7 @@ class CompressedCache(Evicting):
             calibration = calibration.to(input_device(model))
         compute, given = choose(backend, check), None
         if budget is not None or rungs is not None or context is not None:
-            first = None if spec == DEFAULT_SPEC else spec
+            first = None if isinstance(spec, Omitted) else spec
             given = model_budget(config, facts, budget, first, rungs, context)
             given.refuse(calibration=calibration, k_eq_v=k_eq_v, sliding=sliding)
             kept = list(given.rungs[0])
@@ -254,6 +253,7 @@ class CompressedCache(Evicting):
         if not isinstance(path, str | PathLike):
             given = type(path).__name__  # type: ignore[unreachable]
             raise CallError(f"{given} is no path; write: CompressedCache.load(path, model)")
+        config_of("CompressedCache", model, "")
         held = Snapshot.open(path)
         given = {"sliding": ring_spec(held.records())}
         given |= {} if held.manifest.version > 1 else {"key_offsets": None}  # from before these

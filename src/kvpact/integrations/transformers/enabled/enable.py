@@ -27,7 +27,7 @@ from kvpact.integrations.transformers.enabled.served import (
 from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.model.guesses import config_of, meant_spec, unwrapped
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
-from kvpact.spec import DEFAULT_SPEC
+from kvpact.spec import OMITTED, Omitted
 
 PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
@@ -196,7 +196,8 @@ class _CacheMaker(_Hook):
             )
         # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
         count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
-        recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        recipe: Any = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        recipe = self.spec if isinstance(self.spec, Omitted) else recipe
         if self.ladder is not None:
             recipe["ladder"] = {side: costs[:count] for side, costs in self.ladder.items()}
         options = dict(self.options)
@@ -248,7 +249,7 @@ class Enabled(AbstractContextManager["Enabled"]):
             disable(self.model)
 
 
-def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled:
+def enable(model: Any, spec: SpecLike = OMITTED, **options: Any) -> Enabled:
     """Let a model's `generate` use compressed caches wherever its caller passes none.
 
     Pipelines, servers and all else that calls `model.generate` then have a new `CompressedCache`
