@@ -121,6 +121,9 @@ class CacheGeometry:
         """Return the geometry of a model's config or ``config.json``. Raises `GeometryError`."""
         fields = config
         if not isinstance(config, Mapping):
+            if not hasattr(config, "get_text_config"):
+                line = "CacheGeometry.from_config(model.config)"
+                raise GeometryError(f"{type(config).__name__} is no config; write: {line}")
             found = config.get_text_config(decoder=True)
             fields = {**vars(found), "model_type": found.model_type}
         fields = fields.get("text_config", fields)

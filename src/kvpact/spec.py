@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from kvpact.callable_package import tells_call
 from kvpact.errors import SpecError
 from kvpact.registry import Alias, Foreign, find_method, known_names
 
@@ -107,6 +108,7 @@ class Spec:
         return cls(_method_from_json(data["key"]), _method_from_json(data["value"]))
 
 
+@tells_call()
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 

@@ -130,7 +130,7 @@ def _usage(error: Any, typed: list[str]) -> str:
     option = str(getattr(error, "option_name", ""))
     params = [] if context is None else context.command.params
     arguments = [x for x in params if x.param_type_name == "argument"]
-    names = {word for x in arguments for word in str(x.metavar or x.name).upper().split()}
+    names = {y.strip(".") for x in arguments for y in str(x.metavar or x.name).upper().split()}
     names |= {word for x in params if x not in arguments for word in x.opts}
     if len(option) == 2:
         option = next((x for x in typed if x[:2] == option and x in {*MEANT, *NEEDLESS}), option)
@@ -147,8 +147,8 @@ def _usage(error: Any, typed: list[str]) -> str:
     if context is None:
         return text
     known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]
-    if text.startswith("No such") and "ossible options" not in text and "Did you" not in text:
-        return f"{text}; {context.command_path} has {', '.join(sorted(known))}"
+    if text.startswith("No such") and "Did you" not in text:
+        return f"{text.partition(' (P')[0]}; {context.command_path} has {', '.join(sorted(known))}"
     return f"{text}; see {context.command_path} --help"
 
 

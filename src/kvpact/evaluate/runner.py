@@ -175,7 +175,7 @@ def evaluate_text(
         line = f"kvpact.evaluate(model, specs, text, {'=..., '.join(own | more)}=...)"
         raise CallError(f"evaluate has no option {unknown[0]!r}; write: {line}")
     network, tokenizer = opened(model, tokenizer)
-    tokens = length_of(tokens) if isinstance(tokens, str) else tokens
+    tokens = length_of(tokens)
     feed.check_sizes(tokens, chunk, feed.positions(network))
     text = book_path().read_text("utf-8") if text is None else text
     one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)

@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpact.callable_package import tells_call
+from kvpact.callable_package import Told, tells_call
 from kvpact.data import model_table
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.files import aligned, size_text
@@ -83,7 +83,7 @@ class SizeRow:
 
 
 @dataclass(frozen=True, repr=False)
-class SizeResult:
+class SizeResult(Told):
     """The bytes of caches of a model; `print` shows them as a table.
 
     Parameters
@@ -122,7 +122,7 @@ class SizeResult:
         return aligned(lines)
 
 
-@tells_call("kvpact.size(model, specs, tokens, batch=..., dtype=..., k_eq_v=..., sliding=...)")
+@tells_call()
 def size(
     model: str | PathLike[str] | PreTrainedConfig | PreTrainedModel | CacheGeometry,
     specs: SpecLike | Sequence[SpecLike] = SPECS,

@@ -46,7 +46,8 @@ _DEFAULT = AttendConfig()
     {
         **dict.fromkeys(("crop", "trim"), "cache.truncate(length)"),
         **dict.fromkeys(("append", "update"), "cache.attend(layer, q=q, k=k, v=v), or .store(...)"),
-        **dict.fromkeys(("get_seq_length", "length"), "cache.seq_len()"),
+        **dict.fromkeys(("get_seq_length", "length", "num_tokens"), "cache.seq_len()"),
+        "is_compileable": "CompressedCache(model, spec), for generate of transformers",
         "load": "cache.restore(kvpact.Snapshot.load(path))",
         "save": "cache.snapshot().save(path)",
     }

@@ -15,9 +15,9 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import CallError, tells_call, tells_names
+from kvpact.callable_package import tells_call, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
-from kvpact.files import is_of_others
+from kvpact.files import check_path, is_of_others
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.evict import Evicting
@@ -64,7 +64,9 @@ class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
-@tells_names(CACHE_MEANT)
+@tells_names(
+    CACHE_MEANT, "CompressedCache(model, spec, exact_new=..., calibration=..., budget=...)"
+)
 class CompressedCache(Evicting):
     """A compressed KV cache for `model(…, cache=cache)` and `model.generate`.
 
@@ -250,9 +252,7 @@ class CompressedCache(Evicting):
         `options` are more of `CompressedCache`, as the saved one was made with: `budget`, `k_eq_v`.
         Errors are those of `Snapshot.open`, of `CompressedCache` and of `restore`.
         """
-        if not isinstance(path, str | PathLike):
-            given = type(path).__name__  # type: ignore[unreachable]
-            raise CallError(f"{given} is no path; write: CompressedCache.load(path, model)")
+        check_path(path)
         config_of("CompressedCache", model, "")
         held = Snapshot.open(path)
         given = {"sliding": ring_spec(held.records())}
