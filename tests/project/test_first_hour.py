@@ -189,6 +189,9 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CacheGeometry.from_config('m')": "write: CacheGeometry.from_config(model.config)",
     "kvpact.CacheGeometry(1, 1, 8, dtype='fp16')": "take one of float32, bfloat16, float16",
     "kvpact.stores.open_store('dir://kv')": "write: open_store('kv')",
+    "kvpact.disable()": "write: kvpact.disable(model)",
+    "kvpact.recode(kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)), 'int8')":
+        "write: cache.snapshot()",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip

@@ -143,7 +143,7 @@ def _usage(error: Any, typed: list[str]) -> str:
     if text.startswith("No such command") and " llama-cpp" in context.command_path:
         return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
     if "unexpected extra argument" in text and "--model" in names:
-        return f"{text}; a model is named by --model"
+        return f"{text}; a text stands in quotes, and a model is named by --model"
     if context is None:
         return text
     known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]

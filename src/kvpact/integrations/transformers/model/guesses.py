@@ -40,36 +40,27 @@ _MEANT = {
     **dict.fromkeys(("num_sink_tokens", "num_sinks", "sink_size", "sink_tokens"), "sinks"),
     **dict.fromkeys(("recent_size", "residual_length", "window_length", "window_size"), "window"),
 }
-CACHE_MEANT = {
-    **dict.fromkeys(
-        ("from_cache", "from_dynamic", "from_dynamic_cache", "to_dynamic", "to_dynamic_cache"),
-        "cache = CompressedCache(model), and run the prompt with it: a DynamicCache can't be taken "
-        "over, nor made",
-    ),
-    **dict.fromkeys(
-        ("from_legacy_cache", "to_legacy_cache"),
-        "cache.save(path) keeps it; there are no legacy tuples: run the prompt with the cache",
-    ),
-    **dict.fromkeys(
-        ("cpu", "cuda", "device", "dtype", "to"), "model.to(...): a cache is as its model is"
-    ),
-    "__enter__": "cache = CompressedCache(model), without `with`: `del cache` frees it",
-    "bits": "cache.stats()['bits_per_value']",
-    "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
-    **dict.fromkeys(("clone", "copy", "fork"), "copy.deepcopy(cache)"),
-    **dict.fromkeys(("clear", "empty"), "cache.reset()"),
-    **dict.fromkeys(
-        ("get_usable_length", "length", "num_tokens", "seen_tokens"), "cache.get_seq_length()"
-    ),
-    "from_pretrained": "CompressedCache.load(path, model)",
-    "from_snapshot": "CompressedCache.load(path, model)",
-    **dict.fromkeys(("key_cache", "value_cache"), "cache.layers[0].keys, and .values"),
-    **dict.fromkeys(("get_memory_footprint", "memory"), "cache.nbytes"),
-    **dict.fromkeys(("save_pretrained", "state_dict", "to_disk"), "cache.save(path)"),
-    "size": "cache.nbytes",
-    "summary": "print(cache), or cache.stats()",
-    "truncate": "cache.crop(-count), with the number of tokens to remove",
+_LINES = {
+    "cache = CompressedCache(model), and run the prompt with it: a DynamicCache can't be taken "
+    "over, nor made": "from_cache from_dynamic from_dynamic_cache from_legacy_cache "
+    "to_dynamic to_dynamic_cache",
+    "cache = CompressedCache(model), without `with`: `del cache` frees it": "__enter__",
+    "cache.crop(-count), with the number of tokens to remove": "truncate",
+    "cache.get_seq_length()": "get_length get_usable_length length n_tokens num_tokens seen_tokens "
+    "seq_len tokens",
+    "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys value_cache values",
+    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size total_bytes",
+    "cache.reset()": "clear empty flush",
+    "cache.save(path)": "dump export save_pretrained state_dict to_disk to_legacy_cache write",
+    "cache.saved, the share of an exact cache's bytes that is saved": "compression_ratio ratio",
+    "cache.stats()['bits_per_value']": "bits",
+    "copy.deepcopy(cache)": "clone copy detach duplicate fork",
+    "CompressedCache.load(path, model)": "from_file from_pretrained from_snapshot load_state_dict",
+    "model.generate(**inputs, cache=cache): it is packed as it grows": "append compress quantize",
+    "model.to(...): a cache is as its model is": "cpu cuda device dtype to",
+    "print(cache), or cache.stats()": "describe info report summary",
 }
+CACHE_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Replacements of names that a `CompressedCache` does not have."""
 _LENGTHS = "max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"
 _ELSEWHERE = {
