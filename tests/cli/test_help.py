@@ -69,7 +69,7 @@ def test_h_is_help(name):
     ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
     ("chat smollm2 --system pirate", "leave it out: begin your first line with it"),
     ("trellis:bits=4", "a command stands first"),
-    ("generate smollm2 hello", "a model is named by --model"),
+    ("generate smollm2 hello", "a text stands in quotes, all else by name: --model and --spec"),
 ])  # fmt: skip
 def test_what_other_tools_call_an_option_is_told(typed, told):
     assert told in bad(*typed.split())

@@ -19,6 +19,7 @@ from transformers import (  # noqa: F401
 
 import kvpact
 from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.model.guesses import CACHE_MEANT
 from kvpact.integrations.transformers.versions import cache_of, named
 
 BERT = BertConfig(
@@ -257,6 +258,7 @@ def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
         eval(line)
     assert hint in str(error.value)
     owner, name = line.rsplit(".", 1)
+    assert not CACHE_MEANT.keys() & {*dir(kvpact.CompressedCache.__base__)}
     assert name not in dir(eval(owner)) or name in ("from_pretrained", "max_cache_len")
 
 

@@ -142,8 +142,8 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f"No such option: {option}; leave it out: {NEEDLESS[plain]}"
     if text.startswith("No such command") and " llama-cpp" in context.command_path:
         return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
-    if "unexpected extra argument" in text and "--model" in names:
-        return f"{text}; a text stands in quotes, and a model is named by --model"
+    if "unexpected extra argument" in text and (named := names & {"--model", "--spec"}):
+        return f"{text}; a text stands in quotes, all else by name: {' and '.join(sorted(named))}"
     if context is None:
         return text
     known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]

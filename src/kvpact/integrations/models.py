@@ -247,20 +247,20 @@ def check_model(name_or_path: Any) -> None:
     path = Path(name_or_path).expanduser()
     if name in PACKAGED:
         PACKAGED[name].files()
-    elif not path.is_dir() and (is_spec(name) or name.startswith(RECIPE_PREFIX)):
+    elif path.is_dir():
+        return
+    elif is_spec(name) or name.startswith(RECIPE_PREFIX):
         raise SpecError(f"{name!r} is a spec; write: kvpact.evaluate('smollm2', {name!r})")
     elif name.endswith(".gguf"):
         raise KVPactError(f"{name!r} is for llama.cpp, see `kvpact llama-cpp`; give a folder")
-    elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise KVPactError(
-            f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
-        )
-    elif not path.is_dir() and (known := model_table()["models"].get(name.lower())):
+    elif path.is_absolute() or name.startswith((".", "~")):
+        raise KVPactError(f"no model folder {name!r}: give one that save_pretrained has written")
+    elif (known := model_table()["models"].get(name.lower())) and name.lower() not in PACKAGED:
         raise KVPactError(
             f"{name!r} is a name that `kvpact size` alone knows; give its id on the hub, "
             f"{known['hub']!r}"
         )
-    elif not path.is_dir() and (near := get_close_matches(name.lower(), PACKAGED, n=1)):
+    elif near := get_close_matches(name.lower(), PACKAGED, n=1):
         raise KVPactError(
             f"no model {name!r}; did you mean {near[0]!r}? A hub's ids are owner/name"
         )

@@ -47,7 +47,7 @@ _LINES = {
     "cache = CompressedCache(model), without `with`: `del cache` frees it": "__enter__",
     "cache.crop(-count), with the number of tokens to remove": "truncate",
     "cache.get_seq_length()": "get_length get_usable_length length n_tokens num_tokens seen_tokens "
-    "seq_len tokens",
+    "seq_len",
     "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys value_cache values",
     "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size total_bytes",
     "cache.reset()": "clear empty flush",
