@@ -209,7 +209,8 @@ class _CacheMaker(_Hook):
 
 
 @tells_names(
-    dict.fromkeys(
+    {"disable": "kvpact.disable(model)"}
+    | dict.fromkeys(
         ("config", "device", "eval", "forward", "generate", "to"),
         "enable(model), then go on with the model itself, which is changed",
     )
