@@ -84,6 +84,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
     "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
     "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
+    "kvpact.CompressedCache(model, exact_new='no')": "exact_new should be True or False",
     "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
     "kvpact.CompressedCache(model, 'q8_0', bits=4)": "(model, 'int:bits=4,sinks=0,window=0')",
     "kvpact.CompressedCache(model, nbits=3, bits=4)": "(model, 'trellis:bits=4')",

@@ -176,8 +176,9 @@ class CompressedCache(Evicting):
             given.refuse(calibration=calibration, k_eq_v=k_eq_v, sliding=sliding)
             kept = list(given.rungs[0])
         shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration, budget=given)
-        if type(k_eq_v) is not bool:
-            raise SpecError(f"k_eq_v should be True or False, not {k_eq_v!r}")
+        for name, value in (("k_eq_v", k_eq_v), ("exact_new", exact_new)):
+            if type(value) is not bool:
+                raise SpecError(f"{name} should be True or False, not {value!r}")
         full = [i for i in compressed if facts.types[i] == "full_attention"]
         makers = key_makers(model, full) if k_eq_v else {}
         if makers and backend not in ("auto", "torch"):
