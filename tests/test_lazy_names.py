@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -57,6 +58,12 @@ def test_what_is_not_there_is_told():
     for line in [x for x in kvpact._MEANT.values() if x.startswith("from")]:
         exec(line)
     assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")
+
+
+def test_a_variable_that_there_is_not_is_told():
+    command, env = [sys.executable, "-c", "import kvpact"], {**os.environ, "KVPACT_SPEC": "int4"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert "no variable KVPACT_SPEC" in done.stderr and done.stderr.count("Warning") == 1
 
 
 def test_the_package_is_the_command():

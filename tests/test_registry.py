@@ -8,9 +8,9 @@ import pytest
 
 import kvpact
 from kvpact import registry
-from kvpact.errors import RegistrationError, SpecError
+from kvpact.errors import RegistrationError
 from kvpact.methods.none import Exact
-from kvpact.registry import Foreign, find_method, known_names, unregister_method
+from kvpact.registry import Foreign, find_method, known_names
 
 
 def make_method(method_name: str = "sample_method"):
@@ -25,7 +25,7 @@ def make_method(method_name: str = "sample_method"):
 def sample():
     method = kvpact.register_method(make_method())
     yield method
-    unregister_method("sample_method")
+    registry._registered.pop("sample_method")
 
 
 def test_a_registered_method_is_found_listed_and_parsed(sample):
@@ -52,17 +52,6 @@ def test_names_of_the_packages_methods_aliases_and_refused_names_are_taken(name)
     with pytest.raises(RegistrationError, match="is there already"):
         kvpact.register_method(make_method(name))
     assert find_method(name) is before
-
-
-def test_unregistering():
-    kvpact.register_method(make_method("fleeting"))
-    unregister_method("fleeting")
-    assert "fleeting" not in known_names()
-    with pytest.raises(SpecError, match="unknown method 'fleeting'"):
-        kvpact.parse_spec("fleeting")
-    for name in ("fleeting", "turboquant"):
-        with pytest.raises(RegistrationError, match="no method named"):
-            unregister_method(name)
 
 
 class NoDataclass:

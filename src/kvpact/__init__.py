@@ -6,8 +6,10 @@ not wait for torch.
 
 from importlib import import_module
 from importlib.util import find_spec
+from os import environ
 from sys import _getframe
 from typing import TYPE_CHECKING
+from warnings import warn
 
 from kvpact import errors as errors
 
@@ -112,6 +114,16 @@ _MEANT = {
     "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
     "save": "cache.save(path)",
 }
+_VARIABLES = (
+    *("CACHE", "GGML_ALL", "GGML_COUNT", "GGML_F16", "GGML_LIBRARY", "GGML_SIMD", "MALLOC"),
+    *("NATIVE", "SIMD", "STORE_PASSWORD", "VLLM_CALIBRATION", "VLLM_SPEC"),
+)
+for _name in {x for x in environ if x.startswith("KVPACT_")} - {f"KVPACT_{x}" for x in _VARIABLES}:
+    warn(
+        f"there is no variable {_name}, docs/install.md has all; write: "
+        "CompressedCache(model, spec, backend=...), and for threads OMP_NUM_THREADS",
+        stacklevel=2,
+    )
 """Corrections of names that are guessed, or stand elsewhere."""
 
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error

@@ -13,11 +13,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.errors import FormatError, KVPactError
+from kvpact.errors import DtypeError, FormatError, KVPactError
+
+
+def check_path(path: object) -> None:
+    """Raise `DtypeError` for anything but a path."""
+    if not isinstance(path, str | PathLike):
+        raise DtypeError(f"a path such as 'chat.kv' should stand here, not {type(path).__name__}")
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
     """Open a regular file (no pipe, no device), a link to one if `follow`. Raises `FormatError`."""
+    check_path(path)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     refused = FormatError(f"{path} is no regular file")
     if not follow and Path(path).is_symlink():
@@ -44,6 +51,7 @@ def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 
 def write_atomic(path: str | PathLike[str], data: Any) -> None:
     """Write a file (mode 0600) whole or, with an `OSError` that names it, not at all."""
+    check_path(path)
     target = Path(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -65,6 +73,7 @@ def write_atomic(path: str | PathLike[str], data: Any) -> None:
 
 def is_of_others(path: str | PathLike[str], read: Callable[[Path], object]) -> bool:
     """Return whether a file is there that `read` does not accept: kvpact did not write it."""
+    check_path(path)
     try:
         if Path(path).exists():
             read(Path(path))

@@ -12,6 +12,7 @@ from kvpact.errors import GeometryError
 if TYPE_CHECKING:
     import torch
 
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 1 << 20
 """Largest number of layers or heads, and largest width."""
 
@@ -23,6 +24,16 @@ _ALIKE = (
     *("stablelm", "starcoder2"),
 )
 """Types of models all of whose layers hold K and V of one shape, which their configs tell."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype called `name`. Raises `GeometryError`."""
+    if name not in DTYPES:
+        raise GeometryError(f"dtype {name!r} is not offered; take one of {', '.join(DTYPES)}")
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def check_count(name: str, value: object, least: int = 0) -> None:
@@ -78,7 +89,9 @@ class CacheGeometry:
                 raise GeometryError(f"{name} must be a positive integer, not {value!r}")
             if value > MAX_SIZE:
                 raise GeometryError(f"{name} = {value} is too large; {MAX_SIZE:,} is the most")
-        if self.dtype is not None and not self.dtype.is_floating_point:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", dtype_of(self.dtype))  # type: ignore[unreachable]
+        if not getattr(self.dtype, "is_floating_point", self.dtype is None):
             raise GeometryError(f"dtype must be a floating-point dtype, not {self.dtype}")
         if self.latent and not self.head_dim:
             raise GeometryError("latents have a width")
@@ -108,6 +121,9 @@ class CacheGeometry:
         """Return the geometry of a model's config or ``config.json``. Raises `GeometryError`."""
         fields = config
         if not isinstance(config, Mapping):
+            if not hasattr(config, "get_text_config"):
+                line = "CacheGeometry.from_config(model.config)"
+                raise GeometryError(f"{type(config).__name__} is no config; write: {line}")
             found = config.get_text_config(decoder=True)
             fields = {**vars(found), "model_type": found.model_type}
         fields = fields.get("text_config", fields)

@@ -90,13 +90,6 @@ def register_method(method: type) -> type:
     return method
 
 
-def unregister_method(name: str) -> None:
-    """Take a method that `register_method` added out again. Raises `RegistrationError`."""
-    with _lock:
-        if _registered.pop(name, None) is None:
-            raise RegistrationError(f"no method named {name!r} was registered in this process")
-
-
 def find_method(name: str) -> Any:
     """Return the method class, `Alias` or `Foreign` name of that name. Raises `SpecError`."""
     with _lock:

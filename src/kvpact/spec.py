@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from kvpact.callable_package import tells_call
 from kvpact.errors import SpecError
 from kvpact.registry import Alias, Foreign, find_method, known_names
 
@@ -29,6 +30,13 @@ RECIPE_PREFIX = "recipe:"
 """The prefix of a shipped recipe's name, where specs stand (`kvpact.recipe`)."""
 DEFAULT_SPEC = "trellis:bits=4"
 """The spec where none is named: the codec of least error at about 4 bits (`kvpact eval`)."""
+
+
+class Omitted(str):
+    """The default spec where nobody has named one: a budget then begins exact."""
+
+
+OMITTED = Omitted(DEFAULT_SPEC)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class Spec:
         return cls(_method_from_json(data["key"]), _method_from_json(data["value"]))
 
 
+@tells_call()
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
@@ -180,6 +189,9 @@ def _parse_side(text: str) -> tuple[Any, Any]:
         key, equals, value = item.strip().partition("=")
         if not equals and key.isdecimal() and "bits" in types:
             key, equals, value = "bits", "=", key
+        if ":" in key or (not equals and key in known_names()):
+            line = "each stands by itself, or one for K and one for V around a slash"
+            raise SpecError(f"{text!r} names two methods; {line}: {text.replace(',', '/', 1)!r}")
         if not equals:
             raise SpecError(f"{text!r}: {item!r} is no key=value")
         if key in options:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import kvpact
+from kvpact import registry
 from kvpact.cache.layer import layer as layer_module
 from kvpact.cache.paged import locks as sequence_pages
 from kvpact.cache.paged import pool as pages
 from kvpact.errors import StaleResult
 from kvpact.methods.none import Exact, ExactCodec
-from kvpact.registry import unregister_method
 from kvpact.testing import random_tokens
 from kvpact.testing.data import by_name
 
@@ -62,7 +62,7 @@ def meeting(monkeypatch):
     monkeypatch.setattr(MeetingCodec, "barrier", None)
     monkeypatch.setattr(MeetingCodec, "reading", None)
     yield MeetingCodec
-    unregister_method("test_meeting")
+    registry._registered.pop("test_meeting")
 
 
 def run_all(*calls):

@@ -1,6 +1,7 @@
 """What a person meets first: help with examples, the version, completion, and no wait for torch."""
 
 import ast
+import io
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import kvpact.cli
 from kvpact.cli.app import Deferred, app
 from kvpact.cli.commands import COMMANDS, ELSEWHERE
+from kvpact.cli.inputs import prompt_text
 from kvpact.cli.options import complete_spec
 
 GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
@@ -52,6 +54,10 @@ def test_h_is_help(name):
     ("recommend smollm2 --memory 8GB", "write: kvpact recommend … --budget VALUE"),
     ("eval --dataset wikitext", "write: kvpact eval … --text VALUE"),
     ("size qwen3-8b gpt-oss-20b", "'gpt-oss-20b' is a model and no spec; write: kvpact size gpt"),
+    ("eval --specs none", "write: kvpact eval … SPEC"),
+    ("generate x --stop .", "No such option: --stop; kvpact generate has --budget, --calib"),
+    ("snapshot load x", "No such command 'load'; kvpact snapshot has restore, save, show"),
+    ("llama-cpp llama-server", 'write: eval "$(kvpact llama-cpp)", then the program'),
     ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
     ("generate x -m smollm2", "write: kvpact generate … --model VALUE"),
     ("generate x -ctk q8_0", "-ctk; write: kvpact generate … --spec VALUE"),
@@ -63,10 +69,15 @@ def test_h_is_help(name):
     ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
     ("chat smollm2 --system pirate", "leave it out: begin your first line with it"),
     ("trellis:bits=4", "a command stands first"),
-    ("generate smollm2 hello", "a model is named by --model"),
+    ("generate smollm2 hello", "a text stands in quotes, all else by name: --model and --spec"),
 ])  # fmt: skip
 def test_what_other_tools_call_an_option_is_told(typed, told):
     assert told in bad(*typed.split())
+
+
+def test_a_dash_is_the_text_that_is_piped(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once"))
+    assert prompt_text(None, "-", "continue") == "Once"
 
 
 @pytest.mark.parametrize("word", ELSEWHERE)

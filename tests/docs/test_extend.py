@@ -7,9 +7,8 @@ import torch
 from kvpact_pages.pages import DOCS
 
 import kvpact.testing
-from kvpact import CacheGeometry, create_cache, parse_spec, testing
+from kvpact import CacheGeometry, create_cache, parse_spec, registry, testing
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.registry import unregister_method
 from kvpact.testing.data import by_name
 
 
@@ -26,8 +25,8 @@ def shown(page: str, *names: str) -> dict:
 @pytest.fixture(scope="module", autouse=True)
 def methods():
     yield shown("method.md", "Sign", "cache")
-    unregister_method("sign")
-    unregister_method("log")
+    registry._registered.pop("sign")
+    registry._registered.pop("log")
 
 
 class TestSign(testing.MethodContract):

@@ -27,6 +27,7 @@ def test_every_variable_that_is_read_is_listed():
     page = (DOCS / "install.md").read_text("utf-8")
     assert "KVPACT_SIMD" in read
     assert set(re.findall(r"^\| `(KVPACT_\w+)`", page, re.MULTILINE)) == read
+    assert {f"KVPACT_{name}" for name in kvpact._VARIABLES} == read | {"KVPACT_GGML_SIMD"}
 
 
 def test_the_instruction_sets_that_are_listed_are_those_that_there_are():

@@ -11,9 +11,10 @@ import typer
 from doc_snippets import PAGES, ROOT, blocks, given, name_of
 from lm_eval_stub import stand_in
 
+from kvpact import registry
 from kvpact.cli.app import app
 from kvpact.integrations.transformers.versions import CACHE
-from kvpact.registry import known_names, unregister_method
+from kvpact.registry import known_names
 
 RUN = {page: [b for b in blocks(page) if b.language == "python"] for page in PAGES}
 NEEDS = ("gpu", "vllm", "server")
@@ -38,7 +39,7 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, re
                 exec(compile(code, str(page), "exec", dont_inherit=True), names)
     finally:
         for name in set(known_names()) - before:
-            unregister_method(name)
+            registry._registered.pop(name)
     record_property("snippets_run", len(run))
     print(f"{name_of(page)}: {len(run)} of {len(RUN[page])} Python blocks were run")
 

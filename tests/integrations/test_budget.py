@@ -57,6 +57,15 @@ def test_a_model_stays_within_its_budget_and_is_exact_while_all_fits(model):
     assert torch.equal(run(model, other, IDS[:, 5:9], 1), run(model, copied, IDS[:, 5:9], 1))
 
 
+def test_a_budget_begins_exact_unless_a_spec_is_named(model):
+    for given, first in (((), "none"), (("trellis:bits=4",), "trellis:bits=4")):
+        cache = CompressedCache(model, *given, budget=BYTES)
+        assert {str(spec) for spec in cache._shared.specs} == {first}
+        with kvpact.enable(model, *given, budget=BYTES):
+            out = model.generate(IDS[:, :9], max_new_tokens=2, return_dict_in_generate=True)
+        assert cache_of(out).spec == first
+
+
 def test_windows_of_other_layers_are_set_aside(make_model):
     model = make_model(gemma3(dict(SIZES), "sliding", "full", sliding_window=64))
     cache = CompressedCache(model, budget=BYTES)

@@ -13,6 +13,9 @@ from kvpact import PagedKVCache, Snapshot, create_cache
 from kvpact.errors import FormatError, GeometryError, IntegrityError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.layers.engine_layers import attributes_of
+from kvpact.snapshot.container import Container
+from kvpact.snapshot.manifest import VERSIONS
+from kvpact.snapshot.snapshot import KIND
 
 every_model = pytest.mark.parametrize("name", KINDS)
 
@@ -141,7 +144,7 @@ def test_every_flipped_bit_of_a_window_is_found(filled):
         with pytest.raises(IntegrityError):
             Snapshot.from_bytes(damaged)
         with pytest.raises(IntegrityError):
-            CompressedCache(model, "none").restore(Snapshot.from_buffer(damaged))
+            CompressedCache(model, "none").restore(Snapshot(Container(damaged, KIND, *VERSIONS)))
 
 
 def test_records_in_a_file_of_an_older_version_are_refused(filled):

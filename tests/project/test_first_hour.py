@@ -1,17 +1,30 @@
 """What a newcomer types without reading: each line works, or its error names the line to write."""
 
 import copy
+import json
 import math
 
 import pytest
 import torch
 from tiny_configs import SIZES, gemma3
 from tiny_llama import tiny_llama
-from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM, QuantizedCache  # noqa: F401
+from transformers import (  # noqa: F401
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    QuantizedCache,
+)
 
 import kvpact
 from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.model.guesses import CACHE_MEANT
 from kvpact.integrations.transformers.versions import cache_of, named
+
+BERT = BertConfig(
+    hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +84,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
     "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
     "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
+    "kvpact.CompressedCache(model, exact_new='no')": "exact_new should be True or False",
     "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
     "kvpact.CompressedCache(model, 'q8_0', bits=4)": "(model, 'int:bits=4,sinks=0,window=0')",
     "kvpact.CompressedCache(model, nbits=3, bits=4)": "(model, 'trellis:bits=4')",
@@ -153,6 +167,33 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.load_model('smollm2', device='cuda')": "write: model.to(...)",
     "kvpact.load_model('smollm2', load_in_4bit=True)": "from_pretrained(name, load_in_4bit=...)",
     "kvpact.size('model.gguf')": "a hub's ids (a GGUF's too) are owner/name",
+    **{
+        f"kvpact.CompressedCache{given}": hint for given, hint in {
+            "('int8')": "write: CompressedCache(model, 'int8')",
+            "(model, 'int8', 4)": "write: CompressedCache(model, spec, ",
+            "(torch.nn.DataParallel(model))": "write: CompressedCache(model.module)",
+            "(BertModel(BERT))": "BertModel reads all tokens at once, without a cache",
+            "(model, 'int:bits=8,fp8')": "around a slash: 'int:bits=8/fp8'",
+            ".load(model, 'chat.kv')": "a path such as 'chat.kv' should stand here, not LlamaFor",
+            ".load('chat.kv', 'smollm2')": "kvpact.load_model('smollm2'); CompressedCache(model)",
+            "(model).save()": "write: cache.save(path)", "(model).save(b'')": "here, not bytes",
+        }.items()
+    },
+    "kvpact.load_model('smollm2', dtype='fp16')": "take one of float32, bfloat16, float16",
+    "kvpact.load_model('model.gguf')": "see `kvpact llama-cpp`",
+    "kvpact.size('qwen3-8b', 'gpt-oss-20b')": "write: kvpact.size('gpt-oss-20b')",
+    "kvpact.size('qwen3-8b', context=1)": "write: kvpact.size(model, specs, tokens, batch=..., dt",
+    "kvpact.evaluate((model, None), 'int4', 'int8', tokens='1k')": "a list of all specs",
+    "kvpact.evaluate((model, None), 'int4', tokens='lots')": "such as 4096 or 32k",
+    "kvpact.recommend((model, None), '25%', tokens='1k')": "budget='25%'",
+    "kvpact.parse_spec('trellis', bits=4)": "write: kvpact.parse_spec(text)",
+    "kvpact.Snapshot.load(b'')": "a path such as 'chat.kv' should stand here, not bytes",
+    "kvpact.CacheGeometry.from_config('m')": "write: CacheGeometry.from_config(model.config)",
+    "kvpact.CacheGeometry(1, 1, 8, dtype='fp16')": "take one of float32, bfloat16, float16",
+    "kvpact.stores.open_store('dir://kv')": "write: open_store('kv')",
+    "kvpact.disable()": "write: kvpact.disable(model)",
+    "kvpact.recode(kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)), 'int8')":
+        "write: cache.snapshot()",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
@@ -197,6 +238,9 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
     }.items()},
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
+    "kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)).append": "cache.attend(layer, q=q",
+    "kvpact.size('qwen3-8b', 'none').total": "; it has batch, dtype, layers, model",
+    "kvpact.integrations.transformers.Enabled(model, False).generate": "go on with the model",
     "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
         "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
@@ -205,6 +249,7 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
         "key_cache": "cache.layers[0].keys", "to": "model.to(...)", "bits": "['bits_per_value']",
         "size": "cache.nbytes", "to_legacy_cache": "cache.save(path)",
         "from_cache": "run the prompt with it", "save_pretrained": "cache.save(path)",
+        "seen_tokens": "cache.get_seq_length()",
         "from_snapshot": "CompressedCache.load(path, model)",
         "max_cache_len": "run prefix tuning without a cache", "nothing": "attribute 'nothing'",
     }.items()},
@@ -214,6 +259,7 @@ def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
         eval(line)
     assert hint in str(error.value)
     owner, name = line.rsplit(".", 1)
+    assert not CACHE_MEANT.keys() & {*dir(kvpact.CompressedCache.__base__)}
     assert name not in dir(eval(owner)) or name in ("from_pretrained", "max_cache_len")
 
 
@@ -239,12 +285,19 @@ def test_a_cache_tells_what_it_holds(model):
         # 2 layers, K and V of 2 heads of 32 numbers of 4 bytes: all tokens wait as they are.
         assert repr(cache).endswith("50 tokens | 51.20 kB | 100 % of an exact cache>")
         assert cache.nbytes == 50 * 2 * 2 * 2 * 32 * 4 and cache.saved == 0
+        assert json.loads(json.dumps(cache.stats(), allow_nan=False))["slot_bits_per_value"] is None
         model(torch.arange(500)[None] % 64, **named(cache))
     exact = 550 * 2 * 2 * 2 * 32 * 4
     assert cache.nbytes == cache.memory_usage() == cache.stats()["bytes"]["total"]
     assert cache.saved == 1 - cache.nbytes / exact and 0.4 < cache.saved < 0.8
     assert repr(cache).startswith("<CompressedCache trellis:bits=4 | 550 tokens | ")
     assert repr(cache).endswith(f" | {100 * cache.nbytes / exact:.0f} % of an exact cache>")
+
+
+def test_names_of_dtypes_and_rows_are_taken():
+    assert kvpact.CacheGeometry(1, 1, 8, dtype="bfloat16").dtype is torch.bfloat16
+    found = kvpact.size("qwen3-8b", "none", "4k")
+    assert found["rows"] is found.rows and copy.deepcopy(found) == found
 
 
 def test_layers_that_stay_as_they_are_count_in_a_models_cache():

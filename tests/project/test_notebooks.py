@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from by_path import module_at
 
-from kvpact.registry import unregister_method
+from kvpact import registry
 from kvpact.testing import MethodContract
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
@@ -97,7 +97,7 @@ def quartet():
     for cell in (code[0], code[-1]):  # the method; its packed format
         exec(compile(source(cell), "notebook", "exec"), names)
     yield
-    unregister_method("quartet")
+    registry._registered.pop("quartet")
 
 
 @pytest.mark.slow

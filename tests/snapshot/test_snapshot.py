@@ -72,7 +72,7 @@ def test_a_failed_save_leaves_what_was_there(snapshot: Snapshot, tmp_path: Path,
 
 @pytest.mark.parametrize("wrong", [5, None, "text", memoryview(bytes(8))[::2]])
 def test_what_is_not_bytes_is_refused_by_name(wrong):
-    for read in (Snapshot.from_bytes, Snapshot.from_buffer, CompressedKV.from_bytes):
+    for read in (Snapshot.from_bytes, CompressedKV.from_bytes):
         with pytest.raises(errors.FormatError, match="is read from bytes"):
             read(wrong)
 

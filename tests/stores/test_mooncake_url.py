@@ -17,11 +17,11 @@ def test_what_is_not_said():
 
 
 def test_options_stand_in_the_url_or_are_arguments():
-    query = "segment_size=4g&buffer_size=512MiB&admin=7&hostname=me&prefix=a:&timeout=.5"
-    given = {"segment_size": 4 << 30, "buffer_size": "512 mib", "admin": "host:7"}
+    query = "segment_size=4GB&buffer_size=512MiB&admin=7&hostname=me&prefix=a:&timeout=.5"
+    given = {"segment_size": 4 * 10**9, "buffer_size": "512 mib", "admin": "host:7"}
     options = options_of(f"{URL}?{query}")
     assert options == options_of(f"{URL}/", **given, hostname="me", prefix="a:", timeout=0.5)
-    assert (options.segment_size, options.buffer_size) == (4 << 30, 512 << 20)
+    assert (options.segment_size, options.buffer_size) == (4 * 10**9, 512 << 20)
     assert options_of("mooncake://[::1]:9?admin=[::2]:8").admin == Address("::2", 8)
     assert str(Address("::1", 9)) == "[::1]:9" and str(Address("a", 9)) == "a:9"
 

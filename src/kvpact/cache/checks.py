@@ -85,7 +85,8 @@ def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> Non
 def state_of(given: object) -> CacheState:
     """Return the state in a `Snapshot`; raise `DtypeError` for anything else."""
     if not isinstance(given, Snapshot):
-        raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; see Snapshot.load")
+        line = "cache.snapshot()" if hasattr(given, "snapshot") else "kvpact.Snapshot.load(path)"
+        raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; write: {line}")
     return given.state()
 
 

@@ -122,7 +122,7 @@ class EngineCache(CompressedKVCache, Protocol):
         dict
             At least ``tokens`` (of the longest layer), ``values`` (numbers of K and V cached),
             ``bytes`` (a mapping of parts, which add up to its ``total``, to bytes) and
-            ``bits_per_value`` (NaN while nothing is held).
+            ``bits_per_value`` (None while nothing is held).
         """
         ...
 

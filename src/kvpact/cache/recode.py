@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from kvpact.cache.batch.contiguous import ContiguousCache
-from kvpact.cache.checks import KeyOffsets, check_offsets
+from kvpact.cache.checks import KeyOffsets, check_offsets, state_of
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.layer.states import restored_layer
 from kvpact.cache.modes import detached
@@ -72,7 +72,7 @@ def recode(
     >>> small.save("chat.kv")
     >>> cache.restore(recode(Snapshot.load("chat.kv"), "trellis:bits=4", key_offsets=offsets))
     """
-    held, specs = snapshot.state(), cache_specs(spec, snapshot.geometry)
+    held, specs = state_of(snapshot), cache_specs(spec, snapshot.geometry)
     if key_offsets is None:
         pairs = enumerate(snapshot.layer(index, 0, 0).streams for index in range(len(specs)))
         key_offsets = {i: pair[0].offset for i, pair in pairs if pair and pair[0].offset}

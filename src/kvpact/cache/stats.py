@@ -87,8 +87,8 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
     """Return what layers hold; codebooks and signs, which a process needs once, are not counted.
 
     ``bytes``: ``codes``, ``side``, ``sinks``, ``window``, ``unused`` (allocated), ``total``;
-    ``bits_per_value`` of all these, ``slot_bits_per_value`` of the first two per packed value; NaN
-    while nothing is held.
+    ``bits_per_value`` of all these, ``slot_bits_per_value`` of the first two per packed value; None
+    of no values.
     """
     sizes = dict.fromkeys(("codes", "side", "sinks", "window", "unused"), 0)
     tokens = values = packed = 0
@@ -136,11 +136,11 @@ def paged_stats(
     return stats | _bits(total, slots, stats["values"], stats["packed_values"])
 
 
-def _bits(total: float, slots: float, values: int, packed: int) -> dict[str, float]:
+def _bits(total: float, slots: float, values: int, packed: int) -> dict[str, float | None]:
     """Return the bits of all bytes per value, and of slots per packed value."""
     return {
-        "bits_per_value": total * 8 / values if values else nan,
-        "slot_bits_per_value": slots * 8 / packed if packed else nan,
+        "bits_per_value": total * 8 / values if values else None,
+        "slot_bits_per_value": slots * 8 / packed if packed else None,
     }
 
 

@@ -130,7 +130,7 @@ def _usage(error: Any, typed: list[str]) -> str:
     option = str(getattr(error, "option_name", ""))
     params = [] if context is None else context.command.params
     arguments = [x for x in params if x.param_type_name == "argument"]
-    names = {word for x in arguments for word in str(x.metavar or x.name).upper().split()}
+    names = {y.strip(".") for x in arguments for y in str(x.metavar or x.name).upper().split()}
     names |= {word for x in params if x not in arguments for word in x.opts}
     if len(option) == 2:
         option = next((x for x in typed if x[:2] == option and x in {*MEANT, *NEEDLESS}), option)
@@ -140,9 +140,16 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f"No such option: {option}; write: {context.command_path} … {value}"
     if plain in NEEDLESS:
         return f"No such option: {option}; leave it out: {NEEDLESS[plain]}"
-    if "unexpected extra argument" in text and "--model" in names:
-        return f"{text}; a model is named by --model"
-    return text + (f"; see {context.command_path} --help" if context is not None else "")
+    if text.startswith("No such command") and " llama-cpp" in context.command_path:
+        return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
+    if "unexpected extra argument" in text and (named := names & {"--model", "--spec"}):
+        return f"{text}; a text stands in quotes, all else by name: {' and '.join(sorted(named))}"
+    if context is None:
+        return text
+    known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]
+    if text.startswith("No such") and "Did you" not in text:
+        return f"{text.partition(' (P')[0]}; {context.command_path} has {', '.join(sorted(known))}"
+    return f"{text}; see {context.command_path} --help"
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -60,7 +59,7 @@ def chat(
             f"[{ids.shape[1]:,} tokens{'' if ended else ', cut by --max-new-tokens'}: "
             f"{size_text(held)}, {100 * held / exact:.0f} % of an exact cache's "
             f"{size_text(exact)} in {str(network.dtype)[6:]}"
-            f"{', all still exact' if isnan(stats['slot_bits_per_value']) else ''}]"
+            f"{', all still exact' if stats['slot_bits_per_value'] is None else ''}]"
         )
     if as_json:
         print_document("chat", spec=candidate.label, turns=turns)

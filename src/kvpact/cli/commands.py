@@ -150,8 +150,8 @@ ELSEWHERE = {
 
 _MEANT = {
     "MODEL --model": "--model -m --model-path --model-args --pretrained",
-    "SPECS SPEC --spec": "--spec --kv-cache-dtype --cache-dtype --cache-type-k -ctk --method "
-    "--bits",
+    "SPECS SPEC --spec": "--spec --specs --kv-cache-dtype --cache-dtype --cache-type-k -ctk "
+    "--method --bits",
     "PROMPT TEXT": "--prompt -p --text",
     "--text --file": "--dataset --data --corpus --file --text -f",
     "--tokens --context": "--context --ctx-size -c --max-model-len --seq-len --max-cache-len",

@@ -168,7 +168,7 @@ def show(spec: str, figures: dict[str, Any], prefix: PromptPrefix) -> None:
     held, slots = parts["total"], figures["slot_bits_per_value"]
     ((dtype, exact),) = figures["exact_bytes"].items()
     share = f"  ({100 * held / exact:.0f} %)" if exact else ""
-    packed = f"{slots:.2f}" if slots == slots else "none yet"
+    packed = "none yet" if slots is None else f"{slots:.2f}"
     computed = figures["prompt_tokens"] - prefix.loaded
     rows = (
         ("prompt tokens", figures["prompt_tokens"]),

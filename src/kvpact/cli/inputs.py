@@ -16,7 +16,7 @@ from kvpact.cli.console import note
 from kvpact.data import book_path, model_table
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.files import is_of_others
-from kvpact.integrations.sizes import dtype_of
+from kvpact.geometry import dtype_of
 from kvpact.recipe import load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
@@ -49,7 +49,7 @@ def read_text(path: Path) -> str:
 def prompt_text(file: Path | None, prompt: str | None, purpose: str) -> str:
     """Return the text of a file and a prompt, a blank line between them."""
     parts = [read_text(file)] if file is not None else []
-    parts += [prompt] if prompt else []
+    parts += [read_text(Path(prompt)) if prompt == "-" else prompt] if prompt else []
     if not parts:
         raise InputError(f"nothing to {purpose}; give a prompt or --file")
     return "\n\n".join(parts)

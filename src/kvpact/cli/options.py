@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from kvpact.data import model_table, recipe_names
-from kvpact.integrations.sizes import DTYPES
+from kvpact.geometry import DTYPES
 from kvpact.registry import known_names
 from kvpact.spec import DEFAULT_SPEC, RECIPE_PREFIX
 

@@ -10,7 +10,7 @@ from kvpact.cache.budget.ladder import Schedule
 from kvpact.cli.console import explain, output_console, print_table, size_text
 from kvpact.data import model_table
 from kvpact.errors import SpecError
-from kvpact.geometry import CacheGeometry
+from kvpact.geometry import CacheGeometry, dtype_of
 from kvpact.integrations import sizes
 from kvpact.recipe import SpecLike
 
@@ -27,7 +27,7 @@ def schedule_of(
     dtype: str | None = None,
 ) -> Schedule:
     """Return the schedule of a cache of a model, or of a geometry, that begins with `spec`."""
-    given = sizes.dtype_of(dtype or "bfloat16")
+    given = dtype_of(dtype or "bfloat16")
     if isinstance(model, CacheGeometry):
         made = create_cache(spec, model, budget=amount, context=context)
         assert isinstance(made, BudgetCache)

@@ -8,6 +8,7 @@ from math import isnan, nan
 from pathlib import PurePath
 
 from kvpact.calibration import Calibration
+from kvpact.callable_package import Told
 from kvpact.errors import KVPactError
 from kvpact.recipe import SpecLike, is_recipe, layer_specs
 from kvpact.spec import Spec, parse_spec
@@ -105,7 +106,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class EvalRow:
+class EvalRow(Told):
     """The result of one candidate; its fields are the keys of ``eval.json``.
 
     Parameters

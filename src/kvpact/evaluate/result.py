@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from os import PathLike
 
+from kvpact.callable_package import Told
 from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name, run_name, whole_share
 from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.metrics import TokenScores
@@ -16,7 +17,7 @@ PROBES = ("free_running", "tasks")
 
 
 @dataclass(frozen=True, repr=False)
-class EvalResult:
+class EvalResult(Told):
     """The measurements of one model on one text; `print` shows the answer and a line a cache.
 
     Parameters

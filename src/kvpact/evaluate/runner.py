@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from math import nan
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
 from kvpact.integrations.models import first_tokens, opened
+from kvpact.integrations.sizes import length_of
 from kvpact.integrations.weights import input_device
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
@@ -139,7 +141,7 @@ def evaluate_text(
     text: str | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    tokens: int = TOKENS,
+    tokens: int | str = TOKENS,
     chunk: int = 256,
     **options: Any,
 ) -> EvalResult:
@@ -155,8 +157,8 @@ def evaluate_text(
         Plain text; the shipped excerpt of a book if omitted.
     tokenizer : PreTrainedTokenizerBase, optional
         Not needed where the model is named.
-    tokens : int
-        Tokens to use, of which 2,048 are scored if omitted; a shorter text is used whole.
+    tokens : int or str
+        Tokens to use (``2k``), of which 2,048 are scored if omitted; a shorter text is used whole.
     chunk, options
         See `evaluate`.
 
@@ -173,6 +175,7 @@ def evaluate_text(
         line = f"kvpact.evaluate(model, specs, text, {'=..., '.join(own | more)}=...)"
         raise CallError(f"evaluate has no option {unknown[0]!r}; write: {line}")
     network, tokenizer = opened(model, tokenizer)
+    tokens = length_of(tokens)
     feed.check_sizes(tokens, chunk, feed.positions(network))
     text = book_path().read_text("utf-8") if text is None else text
     one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)
@@ -199,7 +202,7 @@ def _row(
         bits_per_value=stats["bits_per_value"],
         bytes=stats["bytes"]["total"],
         seconds=seconds,
-        slot_bits_per_value=stats["slot_bits_per_value"],
+        slot_bits_per_value=stats["slot_bits_per_value"] or nan,
         sinks=max(side.sinks for side in sides),
         window=max(side.window for side in sides),
         packed_only=entry.packed_only,

@@ -30,6 +30,8 @@ from safetensors import SafetensorError
 
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
+from kvpact.files import bytes_of, share_of
+from kvpact.geometry import dtype_of
 from kvpact.spec import RECIPE_PREFIX, Spec, is_spec
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 def load_model(
     name_or_path: str | os.PathLike[str] = SMOLLM2.name,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     **others: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer on the CPU, ready for inference.
@@ -120,6 +122,7 @@ def load_model(
         line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), of transformers"
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
         raise KVPactError(f"load_model has no option {name!r}; write: {line}")
+    dtype = dtype_of(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     place = _ModelPlace.of(name_or_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -170,8 +173,7 @@ def opened(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model and its tokenizer, which are loaded where they are not given."""
     if isinstance(model, Spec | list):
-        given = type(model).__name__
-        raise SpecError(f"a {given} is no model; write: kvpact.evaluate('smollm2', specs)")
+        raise SpecError(f"{model!r} is no model; write: kvpact.evaluate('smollm2', specs)")
     if isinstance(model, str | os.PathLike):
         return load_model(model)
     if isinstance(model, tuple):  # what `load_model` returns
@@ -193,6 +195,8 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> 
         given = type(text).__name__  # type: ignore[unreachable]
         remedy = "write tokenizer=tokenizer, and for a file Path(name).read_text('utf-8')"
         raise DtypeError(f"text should be a string, not {given}; {remedy}")
+    if len(text) < 100 and (is_spec(text) or share_of(text) or bytes_of(text)):
+        raise DtypeError(f"{text!r} is no text; write: a list of all specs, or budget={text!r}")
     if re.fullmatch(r"@book|\S{1,250}\.\w{1,5}", text):
         read = "kvpact.data.book_path()" if text == "@book" else f"Path({text!r})"
         raise DtypeError(f"{text!r} is a file's name; write: {read}.read_text('utf-8')")
@@ -243,20 +247,22 @@ def check_model(name_or_path: Any) -> None:
     path = Path(name_or_path).expanduser()
     if name in PACKAGED:
         PACKAGED[name].files()
-    elif not path.is_dir() and (is_spec(name) or name.startswith(RECIPE_PREFIX)):
+    elif path.is_dir():
+        return
+    elif is_spec(name) or name.startswith(RECIPE_PREFIX):
         raise SpecError(f"{name!r} is a spec; write: kvpact.evaluate('smollm2', {name!r})")
-    elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise KVPactError(
-            f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
-        )
-    elif not path.is_dir() and (known := model_table()["models"].get(name.lower())):
+    elif name.endswith(".gguf"):
+        raise KVPactError(f"{name!r} is for llama.cpp, see `kvpact llama-cpp`; give a folder")
+    elif path.is_absolute() or name.startswith((".", "~")):
+        raise KVPactError(f"no model folder {name!r}: give one that save_pretrained has written")
+    elif (known := model_table()["models"].get(name.lower())) and name.lower() not in PACKAGED:
         raise KVPactError(
             f"{name!r} is a name that `kvpact size` alone knows; give its id on the hub, "
             f"{known['hub']!r}"
         )
-    elif not path.is_dir() and (near := get_close_matches(name.lower(), PACKAGED, n=1)):
+    elif near := get_close_matches(name.lower(), PACKAGED, n=1):
         raise KVPactError(
-            f"no model {name!r}; did you mean {near[0]!r}? Ids of a hub are owner/name"
+            f"no model {name!r}; did you mean {near[0]!r}? A hub's ids are owner/name"
         )
 
 
@@ -365,9 +371,8 @@ def _joined(model: PackagedModel, parts: list[Path], scratch: Path) -> Path:
     digest = hashlib.sha256()
     with whole.open("wb") as file:
         for part in parts:
-            data = part.read_bytes()
+            file.write(data := part.read_bytes())
             digest.update(data)
-            file.write(data)
     if digest.hexdigest() != model.sha256:
         raise KVPactError(
             f"the parts of {model.title} in {parts[0].parent} and next to it are damaged: "
@@ -390,7 +395,6 @@ def _write_model(gguf: Path, folder: Path) -> None:
             tokenizer.add_bos_token = False  # transformers 4 adds one, the file says not to
         # The weights are plain fp32 from here on: nothing may take them for quantised ones.
         vars(model.config).pop("quantization_config", None)
-        model.hf_quantizer = None
-        model.is_quantized = False
+        model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

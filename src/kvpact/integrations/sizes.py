@@ -16,23 +16,22 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpact.callable_package import Told, tells_call
 from kvpact.data import model_table
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.files import aligned, size_text
-from kvpact.geometry import CacheGeometry, check_count
+from kvpact.geometry import CacheGeometry, check_count, dtype_of
 from kvpact.integrations.layer_shape import LayerShape, with_packed_windows
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC, Spec, is_spec
 from kvpact.units import StreamFacts
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PARTS = ("slots", "factors", "sinks", "window", "unused")
 """Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
 MOST_LAYERS = 4096  # of a model, which is built without weights to see what it caches
-DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = ("4k", "32k", "128k")
 SPECS = (
     "none",
@@ -84,7 +83,7 @@ class SizeRow:
 
 
 @dataclass(frozen=True, repr=False)
-class SizeResult:
+class SizeResult(Told):
     """The bytes of caches of a model; `print` shows them as a table.
 
     Parameters
@@ -123,6 +122,7 @@ class SizeResult:
         return aligned(lines)
 
 
+@tells_call()
 def size(
     model: str | PathLike[str] | PreTrainedConfig | PreTrainedModel | CacheGeometry,
     specs: SpecLike | Sequence[SpecLike] = SPECS,
@@ -172,6 +172,8 @@ def size(
     given = [tokens] if isinstance(tokens, str | int | float) else tokens
     lengths = list(dict.fromkeys(map(length_of, given)))
     held = layers_of(model, dtype)
+    if others := [x for x in asked if isinstance(x, str) and x in model_table()["models"]]:
+        raise SpecError(f"{others[0]!r} is a model and no spec; write: kvpact.size({others[0]!r})")
     held = values_alone(held) if k_eq_v else held
     if sliding is not None:
         held = replace(held, shapes=with_packed_windows(held.shapes, sliding))
@@ -200,16 +202,6 @@ def length_of(tokens: int | str) -> int:
     if found is None or not int(found[1]):
         raise GeometryError(f"{tokens} is no number of tokens; take one such as 4096 or 32k")
     return int(found[1]) * (1024 if found[2] else 1)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype called `name`."""
-    if name not in DTYPES:
-        raise GeometryError(f"dtype {name!r} is not offered; take one of {', '.join(DTYPES)}")
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 @dataclass(frozen=True)

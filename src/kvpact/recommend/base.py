@@ -6,6 +6,7 @@ from os import PathLike
 from statistics import geometric_mean
 from typing import Any
 
+from kvpact.callable_package import Told
 from kvpact.errors import KVPactError
 from kvpact.evaluate import Difference, EvalResult, EvalRow, TaskResult, TaskRow, differences
 from kvpact.evaluate.canvas import INK, new_figure
@@ -176,7 +177,7 @@ class RecipePlan:
 
 
 @dataclass(frozen=True, repr=False)
-class Recommendation:
+class Recommendation(Told):
     """A plan, what was measured of its recipe and best spec, and the better one of them.
 
     `print` shows the answer, the line of Python to write, and what was compared.

@@ -16,7 +16,7 @@ from kvpact.evaluate.base import EvaluationError, Progress
 from kvpact.evaluate.feed import Steps, check_sizes, part, positions
 from kvpact.evaluate.task_source import token_counter
 from kvpact.integrations.models import first_tokens, opened
-from kvpact.integrations.sizes import size
+from kvpact.integrations.sizes import length_of, size
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike
 from kvpact.recommend.base import (
@@ -69,8 +69,8 @@ def recommend(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     budget: str | float = "30%",
-    context: int = 32_768,
-    tokens: int = 2048,
+    context: int | str = 32_768,
+    tokens: int | str = 2048,
     chunk: int = 256,
     progress: Progress | None = None,
     model_name: str = "",
@@ -85,9 +85,9 @@ def recommend(
     budget : str or float
         Bytes that the cache may take: a share of the 16-bit cache (``30%``, .3), a size (``4GB``),
         or a spec, for as many bytes as it takes.
-    context : int
-        Tokens at which bytes are counted.
-    tokens : int
+    context : int or str
+        Tokens (``32k``) at which bytes are counted.
+    tokens : int or str
         Tokens of the text to use; 768 are a third of the work.
     chunk, progress, model_name, text_name
         See `kvpact.evaluate.evaluate`.
@@ -104,6 +104,7 @@ def recommend(
     >>> cache = kvpact.CompressedCache(model, found.chosen)  # doctest: +SKIP
     """
     budget = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
+    context, tokens = length_of(context), length_of(tokens)
     network, tokenizer = opened(model, tokenizer)
     check_budget(network, budget, context)
     check_sizes(tokens, chunk, positions(network))

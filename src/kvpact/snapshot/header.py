@@ -93,7 +93,8 @@ def header_length(first: bytes, total: int) -> int:
         raise FormatError(f"{total} bytes are no safetensors file")
     length = int.from_bytes(first[:8], "little")
     if length > min(MAX_HEADER, total - 8) or length % 8:
-        raise FormatError(f"a header of {length:,} bytes can't be right in {total:,} bytes")
+        text = f"a header of {length:,} bytes in {total:,} can't be right"
+        raise FormatError(f"{text}; this is no file of kvpact, or a damaged one")
     return length
 
 

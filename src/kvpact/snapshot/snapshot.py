@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpact.callable_package import Told
 from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import open_regular
 from kvpact.formats.base import FORMAT_VERSION
@@ -42,7 +43,7 @@ from kvpact.snapshot.tensors import (
 KIND = "kvpact.snapshot"
 
 
-class Snapshot:
+class Snapshot(Told):
     """The contents of a cache: packed slots as they lay there, exact tokens, and a manifest.
 
     Made by `cache.snapshot()`, read with `load`, `open` or `from_bytes`, which raise `FormatError`
@@ -141,14 +142,9 @@ class Snapshot:
         return cls.from_bytes(data)
 
     @classmethod
-    def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:
-        """Read a buffer's header alone, as `open` does a file's."""
-        return cls(Container(data, KIND, *VERSIONS))
-
-    @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
         """Read a buffer and check all of it; errors as in `open` and `verify`."""
-        snapshot = cls.from_buffer(data)
+        snapshot = cls(Container(data, KIND, *VERSIONS))
         snapshot.verify()
         return snapshot
 

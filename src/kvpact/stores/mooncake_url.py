@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from kvpact.errors import StoreError
+from kvpact.files import bytes_of
 
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 _KNOWN = ("segment_size", "buffer_size", "admin", "hostname", "prefix", "timeout")
 _SMALLEST_SEGMENT = 16 << 20  # in which Mooncake rounds them
 
@@ -93,10 +91,9 @@ def local_address(master: Address, timeout: float) -> str:
 def _size(name: str, value: int | str) -> int:
     if type(value) is int and value >= 0:
         return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise StoreError(f"{name}={value!r} should be bytes, or a text such as 512MiB")
-    return int(match[1]) << _UNITS[match[2].lower()]
+    if isinstance(value, str) and (value == "0" or bytes_of(value)):
+        return bytes_of(value)
+    raise StoreError(f"{name}={value!r} should be bytes, or a text such as 512MiB or 4GB")
 
 
 def _seconds(value: float | str) -> float:

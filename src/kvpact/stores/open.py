@@ -74,6 +74,10 @@ def _open(scheme: str, text: str, options: dict[str, Any]) -> Store:
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{text}: a path begins after file://, with a third slash")
         return DirectoryStore(url2pathname(parts.path), **options)
+    if scheme in ("dir", "directory", "folder", "path"):
+        raise StoreError(
+            f"{text}: a folder is named by its path; write: open_store({text[len(scheme) + 3 :]!r})"
+        )
     if scheme == "memory":
         return MemoryStore(**options)
     if scheme in ("redis", "rediss", "unix"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace as Names
 
 import pytest
 
-from kvpact.errors import BackendUnavailable
+from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.vllm import SETTING, option
 
 
@@ -42,5 +42,7 @@ def test_it_sets_the_variable_for_all_engines_after_it(monkeypatch, own):
         assert asked.create_engine_config(usage=1) == (own, "default")
         assert asked.kv_cache_dtype == "kvpact"
     assert told == ["", "forgotten", "default"]
+    with pytest.raises(SpecError, match=r"'kvpact', after os.*SPEC'. = 'int:bits=4,sinks=0'"):
+        make(kv_cache_dtype="int:bits=4").create_engine_config()
     with pytest.raises(BackendUnavailable, match="give it to this one, too"):
         make(kv_cache_dtype="fp8").create_engine_config()

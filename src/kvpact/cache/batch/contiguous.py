@@ -30,6 +30,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.cache.stream.codecs import Calibration, layer_codecs, states_of
+from kvpact.callable_package import tells_names
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
@@ -41,6 +42,16 @@ from kvpact.spec import Spec
 T = TypeVar("T")
 
 
+@tells_names(
+    {
+        **dict.fromkeys(("crop", "trim"), "cache.truncate(length)"),
+        **dict.fromkeys(("append", "update"), "cache.attend(layer, q=q, k=k, v=v), or .store(...)"),
+        **dict.fromkeys(("get_seq_length", "length", "num_tokens"), "cache.seq_len()"),
+        "is_compileable": "CompressedCache(model, spec), for generate of transformers",
+        "load": "cache.restore(kvpact.Snapshot.load(path))",
+        "save": "cache.snapshot().save(path)",
+    }
+)
 class ContiguousCache(Evictable, BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 

@@ -12,7 +12,7 @@ K. The package's README ("Budgets") says what the plan leaves room for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -139,8 +139,7 @@ class Schedule:
     @property
     def pieces(self) -> int:
         """Bytes of the tokens that are decompressed at a time."""
-        width = max(facts.width for facts in self.facts.values())
-        return 3 * PIECE * self.batch * self.heads * 4 * width
+        return _pieces(self.facts.values(), self.batch * self.heads)
 
     def stats(self, tokens: int, specs: Sequence[Spec]) -> dict[str, Any]:
         """Return what became of the budget, with the specs of now: `ContiguousCache.stats`."""
@@ -168,6 +167,11 @@ def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int
     held = max(sum(facts.held(x, batch, heads, itemsize).values()) for x in counts)
     seen = QUERIES if facts.slot >= 2 * facts.width else 0  # until a later rung learns of them
     return held + batch * heads * facts.width * (SLACK * itemsize + seen)
+
+
+def _pieces(facts: Iterable[StreamFacts], heads: int) -> int:
+    """Return the bytes of the tokens of all rows' heads that are decompressed at a time."""
+    return 3 * PIECE * heads * 4 * max(x.width for x in facts)
 
 
 class Planner:
@@ -203,8 +207,7 @@ class Planner:
         self.turn = {part: (order[part[0]], 1 - part[1]) for part in self.parts}
         self.at = dict.fromkeys(self.parts, 0)
         self.both, self.peaks = False, dict.fromkeys(self.parts, 0)
-        widths = (facts.width for facts in self.known.values())
-        self.pieces = 3 * PIECE * batch * geometry.num_kv_heads * 4 * max(widths)
+        self.pieces = _pieces(self.known.values(), batch * geometry.num_kv_heads)
 
     def most(self, part: Part, tokens: int, rung: int | None = None) -> int:
         """Return the most bytes of a part of so many tokens, at a rung or where it is."""

@@ -15,9 +15,9 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_names
+from kvpact.callable_package import tells_call, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
-from kvpact.files import is_of_others
+from kvpact.files import check_path, is_of_others
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.evict import Evicting
@@ -57,14 +57,16 @@ from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import LayerState, Snapshot
 from kvpact.snapshot.state import CacheState
-from kvpact.spec import DEFAULT_SPEC, Spec
+from kvpact.spec import OMITTED, Omitted, Spec
 
 
 class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
-@tells_names(CACHE_MEANT)
+@tells_names(
+    CACHE_MEANT, "CompressedCache(model, spec, exact_new=..., calibration=..., budget=...)"
+)
 class CompressedCache(Evicting):
     """A compressed KV cache for `model(…, cache=cache)` and `model.generate`.
 
@@ -119,9 +121,8 @@ class CompressedCache(Evicting):
         omitted, they stay as transformers caches them, exact.
     budget : int or str, optional
         Bytes (``"200MB"``) that the cache never exceeds, all layers together; or a share
-        (``"25%"``) of the 16-bit cache of `context` tokens. It begins exact, or with a spec that is
-        not the default, and takes fewer bits, layer by layer, as the context grows (see
-        `create_cache`).
+        (``"25%"``) of the 16-bit cache of `context` tokens. It begins exact, or with a named
+        spec, and takes fewer bits, layer by layer, as the context grows (see `create_cache`).
     rungs : sequence of specs, optional
         The ladder of a budget, from the most bytes to the fewest.
     context : int, optional
@@ -140,7 +141,7 @@ class CompressedCache(Evicting):
     def __init__(
         self,
         model: PreTrainedModel | versions.PreTrainedConfig | None = None,
-        spec: SpecLike = DEFAULT_SPEC,
+        spec: SpecLike = OMITTED,
         *,
         attention: str = "auto",
         exact_new: bool = True,
@@ -170,13 +171,14 @@ class CompressedCache(Evicting):
             calibration = calibration.to(input_device(model))
         compute, given = choose(backend, check), None
         if budget is not None or rungs is not None or context is not None:
-            first = None if spec == DEFAULT_SPEC else spec
+            first = None if isinstance(spec, Omitted) else spec
             given = model_budget(config, facts, budget, first, rungs, context)
             given.refuse(calibration=calibration, k_eq_v=k_eq_v, sliding=sliding)
             kept = list(given.rungs[0])
         shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration, budget=given)
-        if type(k_eq_v) is not bool:
-            raise SpecError(f"k_eq_v should be True or False, not {k_eq_v!r}")
+        for name, value in (("k_eq_v", k_eq_v), ("exact_new", exact_new)):
+            if type(value) is not bool:
+                raise SpecError(f"{name} should be True or False, not {value!r}")
         full = [i for i in compressed if facts.types[i] == "full_attention"]
         makers = key_makers(model, full) if k_eq_v else {}
         if makers and backend not in ("auto", "torch"):
@@ -233,6 +235,7 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
+    @tells_call("cache.save(path)")
     def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
         """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
 
@@ -243,12 +246,15 @@ class CompressedCache(Evicting):
         self.snapshot(**more).save(path)
 
     @classmethod
+    @tells_call("CompressedCache.load(path, model)")
     def load(cls, path: str | PathLike[str], model: Any, **options: Any) -> Self:
         """Return a new cache of a model, of the file's specs, that goes on where `save` was called.
 
         `options` are more of `CompressedCache`, as the saved one was made with: `budget`, `k_eq_v`.
         Errors are those of `Snapshot.open`, of `CompressedCache` and of `restore`.
         """
+        check_path(path)
+        config_of("CompressedCache", model, "")
         held = Snapshot.open(path)
         given = {"sliding": ring_spec(held.records())}
         given |= {} if held.manifest.version > 1 else {"key_offsets": None}  # from before these

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
-from kvpact.errors import BackendUnavailable
+from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.vllm.dtype import DTYPE
 from kvpact.integrations.vllm.setting import DEFAULT, SETTING, served
+from kvpact.spec import is_spec, parse_spec
 
 _MARK = "kvpact_asked"
 
@@ -28,6 +29,10 @@ def offer(register: Callable[[], None]) -> bool:
 
     def create(self: Any, *given: Any, **named: Any) -> Any:
         asked = self.kv_cache_dtype == DTYPE
+        if ":" in (text := str(self.kv_cache_dtype)) and is_spec(text):
+            text = str(parse_spec(text).with_options(sinks=0))
+            line = f"kv_cache_dtype={DTYPE!r}, after os.environ[{SETTING!r}] = {text!r}"
+            raise SpecError(f"a spec is no kv_cache_dtype; write: {line}")
         if getattr(arguments, _MARK) and not asked:
             raise BackendUnavailable(
                 f"this process has started an engine with kv_cache_dtype={DTYPE!r}, and all after "

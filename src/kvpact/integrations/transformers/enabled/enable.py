@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvpact.calibration import Calibration
+from kvpact.callable_package import tells_call, tells_names
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.cache import CompressedCache
@@ -26,7 +27,7 @@ from kvpact.integrations.transformers.enabled.served import (
 from kvpact.integrations.transformers.model.facts import layer_facts
 from kvpact.integrations.transformers.model.guesses import config_of, meant_spec, unwrapped
 from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
-from kvpact.spec import DEFAULT_SPEC
+from kvpact.spec import OMITTED, Omitted
 
 PREPARE = "_prepare_cache_for_generation"
 """The method of `generate` that makes a cache where the caller gave none."""
@@ -195,7 +196,8 @@ class _CacheMaker(_Hook):
             )
         # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
         count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
-        recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        recipe: Any = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        recipe = self.spec if isinstance(self.spec, Omitted) else recipe
         if self.ladder is not None:
             recipe["ladder"] = {side: costs[:count] for side, costs in self.ladder.items()}
         options = dict(self.options)
@@ -206,6 +208,13 @@ class _CacheMaker(_Hook):
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 
 
+@tells_names(
+    {"disable": "kvpact.disable(model)"}
+    | dict.fromkeys(
+        ("config", "device", "eval", "forward", "generate", "to"),
+        "enable(model), then go on with the model itself, which is changed",
+    )
+)
 class Enabled(AbstractContextManager["Enabled"]):
     """The result of `enable`: the end of a ``with`` statement undoes what it did.
 
@@ -241,7 +250,8 @@ class Enabled(AbstractContextManager["Enabled"]):
             disable(self.model)
 
 
-def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled:
+@tells_call("enable(model, spec)")
+def enable(model: Any, spec: SpecLike = OMITTED, **options: Any) -> Enabled:
     """Let a model's `generate` use compressed caches wherever its caller passes none.
 
     Pipelines, servers and all else that calls `model.generate` then have a new `CompressedCache`
@@ -316,6 +326,7 @@ def enable(model: Any, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled
     return Enabled(model, changed=True)
 
 
+@tells_call()
 def disable(model: Any) -> None:
     """Undo `enable`: the model is what it was before. A model that is not enabled stays as it is.
 

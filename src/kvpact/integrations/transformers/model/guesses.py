@@ -14,7 +14,7 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.recipe import SpecLike, is_recipe
 from kvpact.registry import known_names
-from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, parse_spec
+from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, is_spec, parse_spec
 
 _OPTIONS = (
     "attention",
@@ -40,32 +40,27 @@ _MEANT = {
     **dict.fromkeys(("num_sink_tokens", "num_sinks", "sink_size", "sink_tokens"), "sinks"),
     **dict.fromkeys(("recent_size", "residual_length", "window_length", "window_size"), "window"),
 }
-CACHE_MEANT = {
-    **dict.fromkeys(
-        ("from_cache", "from_dynamic", "from_dynamic_cache", "to_dynamic", "to_dynamic_cache"),
-        "cache = CompressedCache(model), and run the prompt with it: a DynamicCache can't be taken "
-        "over, nor made",
-    ),
-    **dict.fromkeys(
-        ("from_legacy_cache", "to_legacy_cache"),
-        "cache.save(path) keeps it; there are no legacy tuples: run the prompt with the cache",
-    ),
-    **dict.fromkeys(
-        ("cpu", "cuda", "device", "dtype", "to"), "model.to(...): a cache is as its model is"
-    ),
-    "__enter__": "cache = CompressedCache(model), without `with`: `del cache` frees it",
-    "bits": "cache.stats()['bits_per_value']",
-    "compression_ratio": "cache.saved, the share of an exact cache's bytes that is saved",
-    "fork": "copy.deepcopy(cache)",
-    "from_pretrained": "CompressedCache.load(path, model)",
-    "from_snapshot": "CompressedCache.load(path, model)",
-    **dict.fromkeys(("key_cache", "value_cache"), "cache.layers[0].keys, and .values"),
-    **dict.fromkeys(("get_memory_footprint", "memory"), "cache.nbytes"),
-    "save_pretrained": "cache.save(path)",
-    "size": "cache.nbytes",
-    "summary": "print(cache), or cache.stats()",
-    "truncate": "cache.crop(-count), with the number of tokens to remove",
+_LINES = {
+    "cache = CompressedCache(model), and run the prompt with it: a DynamicCache can't be taken "
+    "over, nor made": "from_cache from_dynamic from_dynamic_cache from_legacy_cache "
+    "to_dynamic to_dynamic_cache",
+    "cache = CompressedCache(model), without `with`: `del cache` frees it": "__enter__",
+    "cache.crop(-count), with the number of tokens to remove": "truncate",
+    "cache.get_seq_length()": "get_length get_usable_length length n_tokens num_tokens seen_tokens "
+    "seq_len",
+    "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys value_cache values",
+    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size total_bytes",
+    "cache.reset()": "clear empty flush",
+    "cache.save(path)": "dump export save_pretrained state_dict to_disk to_legacy_cache write",
+    "cache.saved, the share of an exact cache's bytes that is saved": "compression_ratio ratio",
+    "cache.stats()['bits_per_value']": "bits",
+    "copy.deepcopy(cache)": "clone copy detach duplicate fork",
+    "CompressedCache.load(path, model)": "from_file from_pretrained from_snapshot load_state_dict",
+    "model.generate(**inputs, cache=cache): it is packed as it grows": "append compress quantize",
+    "model.to(...): a cache is as its model is": "cpu cuda device dtype to",
+    "print(cache), or cache.stats()": "describe info report summary",
 }
+CACHE_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Replacements of names that a `CompressedCache` does not have."""
 _LENGTHS = "max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"
 _ELSEWHERE = {
@@ -109,17 +104,32 @@ def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
     """Return the config of a model, or the one that was passed; `maker` is what was called."""
     config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if isinstance(config, PreTrainedConfig):
+        marks = [vars(x).get("is_causal") for x in _modules_of_encoder(model, config)]
+        if False in marks and True not in marks:
+            raise KVPactError(
+                f"{type(model).__name__} reads all tokens at once, without a cache; write: "
+                f"{maker}(model), of a model that generates text"
+            )
         return config
     owner = getattr(spec, "config", spec)
     if isinstance(model, str | PathLike) and isinstance(owner, PreTrainedConfig):
         line = f"{maker}(model, {str(model)!r})"
+    elif isinstance(model, str) and is_spec(model):
+        line = f"{maker}(model, {model!r})"
     elif isinstance(model, str | PathLike | tuple):
         name = "..." if isinstance(model, tuple) else repr(str(model))
         line = f"model, tokenizer = kvpact.load_model({name}); {maker}(model)"
     else:
-        name = "pipe.model" if hasattr(model, "model") else "model"
+        around = next((x for x in ("model", "module") if hasattr(model, x)), "")
+        name = {"model": "pipe.model", "module": "model.module"}.get(around, "model")
         line = f"{maker}({name}), of a model of transformers or its config"
     raise KVPactError(f"{type(model).__name__} stands where the model should; write: {line}")
+
+
+def _modules_of_encoder(model: Any, config: Any) -> list[Module]:
+    """Return the modules of a model that may be an encoder; a config alone does not tell."""
+    encoder = getattr(config, "is_decoder", None) is False and isinstance(model, Module)
+    return list(model.modules()) if encoder and not config.is_encoder_decoder else []
 
 
 def unwrapped(model: Any) -> Any:
