@@ -92,9 +92,9 @@ def test_a_layer_like_another_one_holds_what_it_would_hold_alone(spec, taken):
                 assert same_bytes(cache.dequantize(layer, side), one.dequantize(0, side))
 
 
-def begun(layers, **options):
+def begun(layers, spec="trellis:bits=4", **options):
     """Return a cache of 9 layers with first tokens in some, one without any, and others for it."""
-    like = "trellis:bits=4", SHAPES[0], torch.float32, 9
+    like = spec, SHAPES[0], torch.float32, 9
     cache, alone = (new_cache(*like, **options) for _ in range(2))
     for layer in range(layers):
         cache.attend(layer, **made(SHAPES[0], 200, torch.float32, 1 + layer, strided=True))
@@ -118,11 +118,12 @@ def test_a_prompt_that_fails_leaves_the_layer_as_it_was(layer, monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["k", "v", "q"])
-def test_later_layers_are_checked_as_the_first_one(name):
-    cache, alone, other = begun(3)
+@pytest.mark.parametrize("spec", ["trellis:bits=4", "none"])
+@pytest.mark.parametrize("name, number", [("k", torch.nan), ("v", torch.inf), ("q", 1e31)])
+def test_later_layers_are_checked_as_the_first_one(name, number, spec):
+    cache, alone, other = begun(3, spec)
     wrong = {**other, name: other[name].clone()}
-    wrong[name][0, 0, 77, 5] = torch.nan
+    wrong[name][0, 0, 77, 5] = number
     with pytest.raises(NonFiniteError, match=f"^{name} holds NaN or infinity"):
         cache.attend(3, **wrong)
     batch = {side: x.repeat(2, 1, 1, 1) for side, x in other.items()}

@@ -288,13 +288,6 @@ class Plan:
         self.compute.counts.add(name, attend=len(calls))
         return output
 
-    def attend_first(self, call: AttendCall) -> Tensor:
-        """Attend over new tokens alone, by a call of which `attend` has checked one like it."""
-        backend = self._for_new(call)
-        output = backend.attend((call,))
-        self.compute.counts.add(backend.name, attend=1)
-        return output
-
     def attend_made(self, call: AttendCall, keys: KeyMaking) -> Tensor:
         """Attend over values, of which `keys` makes the keys: torch multiplies them."""
         if call.view is None and call.v is not None:

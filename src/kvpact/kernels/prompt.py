@@ -24,6 +24,10 @@ class PromptSide(NamedTuple):
     source: SegmentSource
 
 
+Limits = tuple[tuple[float, float], ...]
+"""The least and the most that the largest magnitudes of K, V and Q may be."""
+
+
 class PromptPlace(NamedTuple):
     """The place of K or V: a `table` of zero slots; `tail`, `sinks`: dense `[B, H, n, D]`."""
 
@@ -43,3 +47,9 @@ class PromptRunner(Protocol):
 
     def run(self, place: Any, k: Tensor, v: Tensor, q: Tensor | None) -> bool:
         """Learn, encode and copy; False where what is learnt is no number: nothing is stored."""
+
+    def attend(self, place: Any, call: Any, limits: Limits) -> Tensor | None:
+        """Do what `run` does, and attend over an `AttendCall` of new tokens alone.
+
+        None, and nothing is stored, also where a largest magnitude is not within its limits.
+        """

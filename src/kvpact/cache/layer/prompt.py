@@ -6,11 +6,13 @@ will hold is made at once, so that no object that lives on pins what activations
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvpact.cache.layer.held import Held, LayerPlan, Pair
@@ -28,7 +30,6 @@ from kvpact.kernels import (
     StreamPlan,
     TokenMemory,
     giving_back,
-    largest,
     surely_stored,
 )
 from kvpact.methods import Codec
@@ -136,6 +137,8 @@ class Prompt:
         self._layers, self._ready, self._lock = layers, list[Ready](), threading.Lock()
         self._spec, self._like = spec, _kind(*call)
         self._config: AttendConfig | None = None  # of calls that `attend` takes
+        most = (min(side.limit, torch.finfo(torch.float32).max) for side in sides)
+        self._limits = *((LEAST, x) for x in most), (0.0, math.nextafter(TOO_LARGE, 0.0))
 
     @classmethod
     def like(
@@ -189,32 +192,38 @@ class Prompt:
         self, held: Held, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
     ) -> tuple[Held, Tensor] | None:
         """Store first tokens and attend over them, as `take` does and its step, in fewer calls."""
-        sizes = largest(k, v, q)
-        if not (min(sizes[:2]) >= LEAST and sizes[2] < TOO_LARGE):
+        ready, call = self._next(), AttendCall(None, k, v, q, config)
+        output = self._runner.attend(ready.place, call, self._limits)
+        if output is None:
             return None
-        ready = self._stored((k, v, q), sizes)
-        if ready is None:
-            return None
-        output = self._plan.attend_first(AttendCall(None, k, v, q, config))
+        self._count(ready, attend=1)
         return held._replace(k=ready.k, v=ready.v, plan=ready.plan), output
 
     def _stored(self, call: Call, sizes: Sequence[float]) -> Ready | None:
         """Return the state with these tokens in it; None, nothing held, for the ordinary way."""
         if any(not size <= side.limit for size, side in zip(sizes, self._sides, strict=False)):
             return None
+        ready = self._next()
+        if not self._runner.run(ready.place, *call):
+            return None
+        self._count(ready)
+        return ready
+
+    def _next(self) -> Ready:
+        """Return the state of one more layer."""
         with self._lock:  # layers may be given to threads
             if not self._ready:
                 with giving_back(0):
                     self._ready = [self._made() for _ in range(max(self._layers, 1))]
                 self._layers = 0
-            ready = self._ready.pop()
-        if not self._runner.run(ready.place, *call):
-            return None
+            return self._ready.pop()
+
+    def _count(self, ready: Ready, **more: int) -> None:
+        """Count what a runner did for a layer."""
         k_side, v_side = self._sides
         encoded = (k_side.packed > 0) + (v_side.packed > 0)
         learnt = int(ready.k.codec is not k_side.empty.codec)
-        self._plan.count(encode=encoded, learn=learnt)
-        return ready
+        self._plan.count(encode=encoded, learn=learnt, **more)
 
     def _made(self) -> Ready:
         k_side, v_side = self._sides

@@ -56,9 +56,9 @@ def fixed_arguments(view: StreamView) -> bytes:
 _NO_TOKENS = (0, 0, 0, 0)
 
 
-def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
-    """Return the arguments of a stream that holds nothing: new tokens only."""
-    moving = (0, *_NO_TOKENS, *exact_tokens(fresh, alive), *_NO_TOKENS, 0, 0, *NO_OFFSET)
+def _new_stream(fresh: Tensor, exact: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
+    """Return the arguments of a stream of new tokens only, which lie at `exact`."""
+    moving = (0, *_NO_TOKENS, *exact, *_NO_TOKENS, 0, 0, *NO_OFFSET)
     return _raw_arguments(fresh.shape[3], fresh.dtype), moving
 
 
@@ -109,8 +109,12 @@ class NativeCall(NamedTuple):
     query_rows: int  # of a KV head
 
 
-def native_call(call: AttendCall, out: int, by_token: bool = False) -> NativeCall:
+def native_call(
+    call: AttendCall, out: int, by_token: bool = False, exact: Sequence[tuple[int, ...]] = ()
+) -> NativeCall:
     """Return the arguments of a checked call, with `out`, the address of its fp32 output.
+
+    `by_token`: that is `[B, queries, H_q, D_v]`; `exact`: where K, V and Q lie, if that is known.
 
     The view and the tokens have to stay while these are used. Raises `CorruptState`.
     """
@@ -123,7 +127,9 @@ def native_call(call: AttendCall, out: int, by_token: bool = False) -> NativeCal
     alive: list[Tensor] = []
     if view is None:
         assert k is not None and v is not None
-        (k_fixed, k_moving), (v_fixed, v_moving) = _new_stream(k, alive), _new_stream(v, alive)
+        exact = exact or [exact_tokens(x, alive) for x in (k, v, q)]
+        k_fixed, k_moving = _new_stream(k, exact[0])
+        v_fixed, v_moving = _new_stream(v, exact[1])
     else:
         k_fixed, k_moving = _stream(view.k, k, alive)
         v_fixed, v_moving = _stream(view.v, v, alive)
@@ -143,7 +149,7 @@ def native_call(call: AttendCall, out: int, by_token: bool = False) -> NativeCal
         alive.append(seen)
         mask, mask_float = seen.data_ptr(), seen.dtype is _F32
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
-    address, q_row, q_head, q_token = exact_tokens(q, alive)
+    address, q_row, q_head, q_token = exact[2] if exact else exact_tokens(q, alive)
     args = structs.CALL.pack(
         k_fixed, *k_moving, v_fixed, *v_moving,
         batch, heads, q_heads // heads, queries, held, new, held + new - queries,
@@ -178,8 +184,13 @@ def many_rows(library: NativeLibrary, call: AttendCall) -> int:
     return MANY_WHOLE.get(library.level, MANY_ROWS) if whole else MANY_ROWS
 
 
-def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor:
-    """Attend natively; parameters as of `Backend.attend`. Raises `MemoryError`."""
+def attend_native(
+    library: NativeLibrary, calls: Sequence[AttendCall], exact: Sequence[tuple[int, ...]] = ()
+) -> Tensor:
+    """Attend natively; parameters as of `Backend.attend`. Raises `MemoryError`.
+
+    `exact`: where K, V and Q of a single call over new tokens alone lie, if that is known.
+    """
     first = calls[0]
     _, q_heads, queries, _ = first.q.shape
     rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)
@@ -191,7 +202,7 @@ def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor
     few: list[NativeCall] = []
     many: list[NativeCall] = []
     for call in calls:
-        native = native_call(call, place, by_token)
+        native = native_call(call, place, by_token, exact)
         (many if native.query_rows >= many_rows(library, call) else few).append(native)
         place += size * call.q.shape[0]
     status = 0

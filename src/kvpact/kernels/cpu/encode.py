@@ -63,11 +63,18 @@ def search_tree(boundaries: Sequence[float]) -> list[float]:
     return tree
 
 
-def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:
-    """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is."""
+def magnitudes(
+    library: NativeLibrary, tensors: Sequence[Tensor], exact: Sequence[tuple[int, ...]] = ()
+) -> list[float]:
+    """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is.
+
+    `exact`: where they lie (see `exact_tokens`), if that is known.
+    """
     alive, out = list[Tensor](), (ctypes.c_float * len(tensors))()
+    known = exact or [exact_tokens(x, alive) for x in tensors]
     given = [
-        structs.TENSOR.pack(*exact_tokens(x, alive), DTYPES[x.dtype], *x.shape) for x in tensors
+        structs.TENSOR.pack(*at, DTYPES[x.dtype], *x.shape)
+        for x, at in zip(tensors, known, strict=True)
     ]
     library.magnitudes(library.bit, b"".join(given), len(given), torch.get_num_threads(), out)
     return list(out)

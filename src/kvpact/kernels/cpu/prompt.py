@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import KernelError
-from kvpact.kernels.cpu.encode import CodecEncoder
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.cpu.attend import attend_native
+from kvpact.kernels.cpu.encode import CodecEncoder, magnitudes
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat, exact_tokens
 from kvpact.kernels.cpu.structs import PROMPT, PromptPlan
 from kvpact.kernels.cpu.trellis import TrellisArguments
-from kvpact.kernels.prompt import PromptPlace, PromptSide
+from kvpact.kernels.prompt import Limits, PromptPlace, PromptSide
 from kvpact.kernels.torch.slots import copies
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -103,6 +105,7 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
 
 _Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Arguments in front of the threads in a call, but for the tokens."""
+_Exact = tuple[int, int, int, int]
 
 
 def covers(codecs: tuple[Codec, Codec], sides: tuple[PromptSide, ...], q: Tensor | None) -> bool:
@@ -158,13 +161,26 @@ class CpuPrompt:
 
     def run(self, place: _Place, k: Tensor, v: Tensor, q: Tensor | None) -> bool:
         """Learn, encode and copy."""
-        alive, queries = list[Tensor](), _NOTHING
+        alive = list[Tensor]()
+        queries = None if q is None else exact_tokens(q, alive)
+        return self._run(place, exact_tokens(k, alive), exact_tokens(v, alive), queries)
+
+    def attend(self, place: _Place, call: AttendCall, limits: Limits) -> Tensor | None:
+        """Look at the numbers, store and attend."""
+        alive, given = list[Tensor](), [x for x in (call.k, call.v, call.q) if x is not None]
+        exact = [exact_tokens(x, alive) for x in given]
+        sizes = magnitudes(self._library, given, exact)
+        if not all(low <= x <= high for x, (low, high) in zip(sizes, limits, strict=True)):
+            return None
+        return attend_native(self._library, (call,), exact) if self._run(place, *exact) else None
+
+    def _run(self, place: _Place, k: _Exact, v: _Exact, q: _Exact | None) -> bool:
+        queries = _NOTHING
         if q is not None and self._learning is not None:
-            at, row, head, token = exact_tokens(q, alive)
+            at, row, head, token = q
             queries = at + self._first * token, row, head, token
         slots, rest = place
-        exact = *exact_tokens(k, alive), *exact_tokens(v, alive), *queries
-        call = self._address, *exact, *slots, *rest, torch.get_num_threads()
+        call = self._address, *k, *v, *queries, *slots, *rest, torch.get_num_threads()
         return carry_out(self._library, PROMPT.pack(*call))
 
 
