@@ -25,7 +25,7 @@ def largest(*tensors: Tensor) -> list[float]:
     x = tensors[0]
     if x.is_cpu and x.dtype in DTYPES and x.dim() == 4 and not CPU.runs_here(x.device):
         return magnitudes(library(), tensors)
-    ends = [torch.aminmax(x) for x in tensors]
+    ends = [torch.aminmax(x) if x.numel() else (0.0, 0.0) for x in tensors]
     return [max(-float(low), float(high)) for low, high in ends]
 
 
