@@ -134,6 +134,7 @@ class TransformersCache(Summarized, Cache):
         ]
         self._first, self._last = ends[0], ends[-1]
         self._called = self._told_less = False
+        shared.heap.lasting = bool(self._own_layers())
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_widths:
             hand_on(shared.config)
