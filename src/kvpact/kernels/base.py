@@ -100,6 +100,14 @@ class TokenMemory:
         # Where the token of position 0 would lie, had it been kept.
         self.origin = tensor.data_ptr() - start * self.token
 
+    def at(self, start: int) -> TokenMemory:
+        """Return the same memory for tokens from the position `start` on."""
+        made = object.__new__(TokenMemory)
+        made.tensor, made.start, made.dense = self.tensor, start, self.dense
+        made.row, made.head, made.token = self.row, self.head, self.token
+        made.origin = self.origin + (self.start - start) * self.token
+        return made
+
     def __reduce__(self) -> tuple[type[TokenMemory], tuple[Tensor, int]]:
         """Let a copy ask where its own tensor lies."""
         return TokenMemory, (self.tensor, self.start)
@@ -126,6 +134,7 @@ class StepTokens(NamedTuple):
     inside: bool
 
 
+QKV = tuple[Tensor, Tensor, Tensor]
 _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape (that of a row where rows are many), strides and dtype of a tensor."""
 
@@ -153,11 +162,15 @@ class StepRunner(ABC):
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
     ) -> bool:
         """Return whether a call (with `rows`, each row) has the shapes that this was made for."""
-        if config is not self.config and not _equal(config, self.config):
+        if not self.takes(config):
             return False
         like_k, like_v, like_q = self._like if rows is None else self._row_like
         fits = self._fits
         return fits(k, like_k, rows) and fits(v, like_v, rows) and fits(q, like_q, rows)
+
+    def takes(self, config: AttendConfig) -> bool:
+        """Return whether a config is the one that this was made for."""
+        return config is self.config or _equal(config, self.config)
 
     def matches(self, other: object) -> bool:
         """Return whether both were made for the same calls, but for their slots."""
@@ -165,11 +178,19 @@ class StepRunner(ABC):
             return True
         if not isinstance(other, type(self)) or self._row_like != other._row_like:
             return False
-        return self.config is other.config or _equal(self.config, other.config)
+        return self.takes(other.config)
 
     def over(self, view: LayerView) -> Self | None:
         """Return a runner over another layer's slots; None where a new one is as quick."""
         return None
+
+    def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
+        """Do as `run` with the tokens `at` of a batch, one row without a past, and write `out`.
+
+        All are `[T, heads, D]`; their number need not be that of `call`, and the memory begins with
+        the first that is kept. False, nothing written: the ordinary way decides.
+        """
+        return False
 
     @abstractmethod
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:

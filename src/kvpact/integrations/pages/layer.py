@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvpact.cache.stream.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.integrations.pages.damage import Damage, storable
+from kvpact.integrations.pages.first import Batch, FirstTokens
 from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.pages.prompt import PromptRun
 from kvpact.integrations.pages.window import Row, Window, WindowPool
@@ -37,21 +38,6 @@ _Writers = list[tuple[Encoder, Any]]
 """The writers of a row's K and V, with the tokens; None for keys that wait for their group."""
 
 
-class _Batch(NamedTuple):
-    """Tokens of a batch, `[tokens, heads, D]` each, their outputs, and how they attend."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    config: AttendConfig
-
-    def of(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of a row, `[1, heads, new, D]` each."""
-        q, k, v = (x[row.start : row.end].transpose(0, 1).unsqueeze(0) for x in self[:3])
-        return q, k, v
-
-
 class PagedLayer:
     """K and V of one layer in the pages that an engine allocated; not for two threads at once.
 
@@ -71,6 +57,9 @@ class PagedLayer:
         self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
         self._good, self._latent = good, latent
         self._sides, self._fields = (plan.k, plan.v), form.fields(pages)
+        self._first: FirstTokens | None = None  # checks are made at once, if at all
+        if good is None:
+            self._first = FirstTokens(plan, self._fields, form.tokens, latent)
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
         self._tables: list[tuple[int, ...]] = []
@@ -106,7 +95,7 @@ class PagedLayer:
         `[tokens, heads, D]`. `prompts`: rows that another kernel attends with (`Scratch.plan`).
         """
         cut: dict[int, NonFiniteError] = {}
-        rows, batch = self.damage.whole(list(rows), out), _Batch(q, k, v, out, config)
+        rows, batch = self.damage.whole(list(rows), out), Batch(q, k, v, out, config)
         self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
         try:
@@ -122,6 +111,7 @@ class PagedLayer:
             if single and self._decode(single, batch):
                 both = chunks
             others = {row.start for run in prompts for row in run.rows}
+            both = [part for part in both if not self._begin(*part, batch, others)]
             ready = self._prepare(both, batch, cut, others)
             if cut and others:  # Who shares a run with a cut row is attended below.
                 ready = self._prepare([part for part, _ in ready], batch, cut)
@@ -146,7 +136,7 @@ class PagedLayer:
         `[count, heads, D]`: one row after another, then zeros.
         """
         cut: dict[int, NonFiniteError] = {}
-        batch = _Batch(k, k, v, k.clone(), AttendConfig())
+        batch = Batch(k, k, v, k.clone(), AttendConfig())
         whole, end = self.damage.whole(list(rows), batch.out), 0
         self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
@@ -188,7 +178,18 @@ class PagedLayer:
         self._windows.forget(pages)
         self.damage.mend(pages)
 
-    def _decode(self, parts: list[_Part], batch: _Batch) -> bool:
+    def _begin(self, row: Row, window: Window, batch: Batch, others: Collection[int]) -> bool:
+        """Attend and store a prompt without a past in one call; False, not done, where it can't."""
+        if self._first is None or row.held or row.start in others:
+            return False
+        self._clear(row)
+        self._windows.begin(window, row.length - row.length % self._group, row.length)
+        if self._first.take(row, window, self._windows.width, batch):
+            return True
+        window.first = window.packed = window.end = 0
+        return False
+
+    def _decode(self, parts: list[_Part], batch: Batch) -> bool:
         """Step single new tokens in one native call; False, nothing stored, where it can't."""
         tokens = _places([row.start for row, _ in parts], batch.q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in batch[:3])
@@ -244,14 +245,15 @@ class PagedLayer:
     def _view(self, row: Row, window: Window) -> LayerView:
         (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
+        sides = zip(self._sides, self._sources_of(row.pages), tails, strict=True)
         # No check of staleness: pages stay where they are as long as the engine runs.
         k, v = (
             StreamView(side.codec, source, exact, tail, None, None, 0, lambda: None, None, width)
-            for side, source, tail in zip(self._sides, self._sources[row.pages], tails, strict=True)
+            for side, source, tail in sides
         )
         return LayerView(k, v, None)
 
-    def _attend(self, parts: list[_Part], batch: _Batch) -> None:
+    def _attend(self, parts: list[_Part], batch: Batch) -> None:
         by_length = defaultdict(list)
         for row, window in parts:
             q, k, v = batch.of(row)
@@ -268,16 +270,19 @@ class PagedLayer:
         """Make ready to read and write these rows' pages."""
         if tables != self._tables:
             known, self._tables = self._sources, tables
-            self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
+            self._sources = {pages: known[pages] for pages in tables if pages in known}
 
-    def _make_sources(self, pages: tuple[int, ...]) -> tuple[PageSource, PageSource]:
-        k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
-        return k, v
+    def _sources_of(self, pages: tuple[int, ...]) -> tuple[PageSource, PageSource]:
+        found = self._sources.get(pages)
+        if found is None:
+            k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
+            found = self._sources[pages] = k, v
+        return found
 
     def _prepare(
         self,
         parts: list[_Part],
-        batch: _Batch,
+        batch: Batch,
         cut: dict[int, NonFiniteError],
         others: Collection[int] = (),
     ) -> list[tuple[_Part, _Writers]]:
@@ -296,15 +301,13 @@ class PagedLayer:
             ready.append(((row, window), writers))
         return ready
 
-    def _storable(self, row: Row, batch: _Batch) -> Row:
+    def _storable(self, row: Row, batch: Batch) -> Row:
         """Return the first tokens of a row that can be stored, when not all of them can."""
         parts = [row._replace(end=end) for end in range(row.start, row.end)]
         row = parts[storable(lambda n: self._writers(parts[n], batch), len(parts))]
-        row = row._replace(pages=row.pages[: -(-row.length // self._tokens)])
-        self._sources[row.pages] = self._make_sources(row.pages)
-        return row
+        return row._replace(pages=row.pages[: -(-row.length // self._tokens)])
 
-    def _writers(self, row: Row, batch: _Batch, any_query: bool = False) -> _Writers:
+    def _writers(self, row: Row, batch: Batch, any_query: bool = False) -> _Writers:
         q, *tokens = batch.of(row)
         if self._good is None and not any_query and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
@@ -314,10 +317,10 @@ class PagedLayer:
     def _flag(self, row: Row) -> Tensor | None:
         return None if self._good is None else self._good[row.pages[-1]]
 
-    def _store(self, ready: list[tuple[_Part, _Writers]], batch: _Batch) -> None:
+    def _store(self, ready: list[tuple[_Part, _Writers]], batch: Batch) -> None:
         for (row, window), writers in ready:
             self._clear(row)
-            for (encoder, what), source in zip(writers, self._sources[row.pages], strict=True):
+            for (encoder, what), source in zip(writers, self._sources_of(row.pages), strict=True):
                 if what is not None:
                     encoder.write(what, source, row.held)
             _, k, v = batch.of(row)
@@ -330,7 +333,7 @@ class PagedLayer:
         if start < end and self._group > 1:
             x = window.memories[0].tokens(start, end if new is None else row.held)
             x = x if new is None else torch.cat([x, new], 2)[:, :, : end - start]
-            source, alone = self._sources[row.pages][0], -start % self._group
+            source, alone = self._sources_of(row.pages)[0], -start % self._group
             for plan, first, last in ((self._singly, 0, alone), (self._plan.k, alone, end - start)):
                 if first < last:
                     encoder, what = plan.prepare(x[:, :, first:last])
@@ -354,7 +357,7 @@ class PagedLayer:
             if inside == 0:
                 self.pages[page].zero_()
             elif self._filled[page] != inside:
-                for side, source in zip(self._sides, self._sources[row.pages], strict=True):
+                for side, source in zip(self._sides, self._sources_of(row.pages), strict=True):
                     clear_segment(side.codec, source.segment(index), inside)
             self._filled[page] = inside + after - start
             start = after

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 10
+#define KVP_ABI 11
 
 #if defined(KVP_GGML)
 #define KVP_EXPORT // that library exports functions of its own
@@ -257,7 +257,7 @@ enum { KVP_STEP_FEW = 0, KVP_STEP_ROWS = 1, KVP_STEP_LATENT = 2 };
 typedef struct {
     kvp_encode_args form;  // the fields point to all segments of the stream
     float limit;           // the largest magnitude of a new token
-    int32_t unused;
+    int32_t kept;          // of the new tokens the last ones, that are copied
 } kvp_store;
 
 typedef struct {
@@ -271,7 +271,7 @@ typedef struct {
     int64_t exact_from;
     kvp_exact tail;
     const char *fresh;     // the new tokens
-    char *spare;           // behind the tail: where the new tokens are copied to; or NULL
+    char *spare;           // behind the tail: where the first of the new tokens is copied to, or would be; or NULL
     int64_t start, tokens; // that are encoded, if any
     const char *x;         // where they lie, with the tail's strides; NULL: they are the new ones
 } kvp_append;

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import KernelError
-from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, can_step
+from kvpact.kernels.base import QKV, AttendCall, StepRow, StepRunner, StepTokens, can_step
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.encode import CodecEncoder, placed
@@ -72,6 +72,7 @@ class CpuStep(StepRunner):
         _fill(args.v, call.view.v)
         many = made.query_rows >= native.many_rows(library, call)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
+        self._new = args.k.kept = args.v.kept = call.new
         self._address = ctypes.addressof(args)
 
     def over(self, view: LayerView) -> CpuStep | None:
@@ -128,6 +129,26 @@ class CpuStep(StepRunner):
         if not run_steps(self._library, args):
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
+
+    def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
+        """Do as `run` with one row without a past, of any length; see `StepRunner`."""
+        count, args, (_, heads, _, dim) = at.stop - at.start, self._args, self._out
+        if count != self._new:
+            attend = args.attend
+            self._new = attend.queries = attend.fresh = count
+            if args.kernel != _LATENT:
+                args.kernel = _MANY if attend.groups * count >= native.MANY_ROWS else _FEW
+        args.k.kept, args.v.kept = count - k.memory.start, count - v.memory.start
+        made = native.new_output(heads, count, dim)
+        q_at, k_at, v_at = (x.data_ptr() + at.start * x.stride(0) * x.itemsize for x in qkv)
+        stored = (*_append(k, 0, k_at), *_append(v, 0, v_at))
+        rest = q_at, made.data_ptr(), 0, torch.get_num_threads()
+        if not run_steps(self._library, (structs.STEP.pack(self._address, *stored, *rest),)):
+            return False
+        if out.dtype is torch.float16:
+            made = saturated(made, out.dtype)
+        out[at].copy_(made.transpose(0, 1))
+        return True
 
 
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:

@@ -92,14 +92,14 @@ int encode(int level, const Side &side, const kvp_attend_args &a) {
     return kvp_encode(level, &args, 1);
 }
 
-// Copies the new tokens after the tail.
+// Copies new tokens after the tail.
 void keep(const Side &side, const kvp_attend_args &a) {
     if (!side.append.spare) return;
     const kvp_exact &to = side.stream.tail, &from = side.stream.fresh;
     const size_t bytes = (size_t)side.stream.dim * (side.stream.dtype == KVP_F32 ? 4 : 2);
     for (int64_t b = 0; b < a.batch; b++)
         for (int64_t h = 0; h < a.heads; h++)
-            for (int64_t t = 0; t < a.fresh; t++)
+            for (int64_t t = a.fresh - side.plan->kept; t < a.fresh; t++)
                 memcpy(side.append.spare + b * to.row + h * to.head + t * to.token,
                        from.data + b * from.row + h * from.head + t * from.token, bytes);
 }
