@@ -10,7 +10,7 @@ from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.pages import first
+from kvpact.integrations.pages import named
 from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row
 from kvpact.spec import parse_spec
@@ -195,9 +195,9 @@ def test_who_reads_all_stores_the_same_bytes_and_a_copied_page_has_a_copy_of_the
 
 @pytest.mark.parametrize("text", SPECS)
 def test_prompts_of_any_length_are_stored_by_one_runner_as_in_the_ordinary_way(text, monkeypatch):
-    monkeypatch.setattr(first, "ROOM", 4)
+    monkeypatch.setattr(named, "ROOM", 4)
     quick, defining = make(text, fill=0xA5), make(text, fill=0x5A)
-    defining._first = None
+    monkeypatch.setattr(defining, "_begin", lambda *_: False)
     runners = []
     for count, table in ((40, (9, 2)), (7, (5,)), (129, (1, 4, 0, 11, 3)), (64, (7, 6))):
         outs = []
@@ -206,7 +206,7 @@ def test_prompts_of_any_length_are_stored_by_one_runner_as_in_the_ordinary_way(t
             after, _ = step(layer, [Row(0, 1, count, (*table, 8))], tokens(1, 1), SCALE)
             assert not cut
             outs.append(torch.cat([out, after]))
-            runners.append(quick._first._runner)
+            runners.append(quick._first)
         assert torch.equal(*outs)
         assert torch.equal(*(layer.pages[list(table)] for layer in (quick, defining)))
     assert runners[0] is runners[3]

@@ -107,6 +107,8 @@ class WindowPool:
                 found.append(known.pop(page))
             else:
                 found.append(None)
+            if new := row.pages[-(-row.held // self.page_tokens) :]:
+                self.forget(new)  # before any window gives way to another
         return [window or self._new(row.held) for row, window in zip(rows, found, strict=True)]
 
     def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
