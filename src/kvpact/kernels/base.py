@@ -102,6 +102,8 @@ class TokenMemory:
 
     def at(self, start: int) -> TokenMemory:
         """Return the same memory for tokens from the position `start` on."""
+        if start == self.start:
+            return self
         made = object.__new__(TokenMemory)
         made.tensor, made.start, made.dense = self.tensor, start, self.dense
         made.row, made.head, made.token = self.row, self.head, self.token

@@ -1,7 +1,7 @@
 """A layer over an engine's pages: stores the tokens of a batch and attends over its sequences."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -181,7 +181,11 @@ class PagedLayer:
         """Attend and store a prompt without a past in one call; False, not done, where it can't."""
         if not self._named or row.held or row.start in others:
             return False
-        runner = self._first_for(row, window, batch)
+        runner, like = self._first, (batch.q.dtype, *(x.stride() for x in batch[:3]))
+        fits = runner is None or (runner.takes(batch.config) and renamed([runner], row.pages))
+        if not fits or like != self._like:
+            runner = self._first = self._runner(row, window, batch.of(row), batch.config)
+            self._like = like
         if runner is None:
             return False
         self._clear(row)
@@ -193,16 +197,6 @@ class PagedLayer:
             return True
         window.first = window.packed = window.end = 0
         return False
-
-    def _first_for(self, row: Row, window: Window, batch: Batch) -> StepRunner | None:
-        """Return the runner of a prompt, whatever its pages and its length are."""
-        like, runner = tuple((x.shape[1:], x.stride(), x.dtype) for x in batch[:3]), self._first
-        fits = runner is None or (runner.takes(batch.config) and renamed([runner], row.pages))
-        if not fits or like != self._like:
-            q, k, v = batch.of(row)
-            runner, self._like = self._runner(row, window, q, k, v, batch.config), like
-            self._first = runner
-        return runner
 
     def _decode(self, parts: list[_Part], batch: Batch) -> bool:
         """Step single new tokens in one native call; False, nothing stored, where it can't."""
@@ -248,7 +242,7 @@ class PagedLayer:
         for i, (row, window) in enumerate(parts):
             runner = before.get(row.pages) or renamed(spare, row.pages)
             if runner is None or not runner.fits(k, v, q, config, count):
-                runner = self._runner(row, window, *(x[i : i + 1] for x in (q, k, v)), config)
+                runner = self._runner(row, window, (x[i : i + 1] for x in (q, k, v)), config)
             if runner is None:
                 return None
             runners.append(runner)
@@ -256,10 +250,10 @@ class PagedLayer:
         return runners
 
     def _runner(
-        self, row: Row, window: Window, q: Tensor, k: Tensor, v: Tensor, config: AttendConfig
+        self, row: Row, window: Window, qkv: Iterable[Tensor], config: AttendConfig
     ) -> StepRunner | None:
-        """Return a runner of calls like this one; on a CPU also for other pages."""
-        sources = None
+        """Return a runner of calls like this one."""
+        sources, (q, k, v) = self._sources_of(row.pages), qkv
         if self._named:
             k_pages, v_pages = (NamedPages(x, row.pages, self._tokens) for x in self._fields)
             sources = k_pages, v_pages

@@ -26,6 +26,8 @@ class NamedPages(PageSource):
 
     def name(self, pages: tuple[int, ...]) -> bool:
         """Let it be these pages; False where there is no room for so many."""
+        if pages == self.pages:
+            return True
         offsets = _offsets(pages, self._page)
         if len(offsets) > self._table.shape[1]:
             return False

@@ -280,7 +280,9 @@ typedef struct {
     const kvp_step_plan *plan;
     kvp_append k, v;
     const char *q;
-    float *out;
+    float *out;            // or, of one row in a call of its own:
+    char *rounded;         // [H_q, q_len, D_v] in q's dtype; what is beyond fp16 is its largest number
+    int64_t rounded_head, rounded_token;
     int64_t held, threads;
 } kvp_step_args;
 

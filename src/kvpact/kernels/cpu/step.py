@@ -124,7 +124,8 @@ class CpuStep(StepRunner):
             if runner._most is not None and held + k.shape[2] > runner._most:
                 return None
             stored = (*_append(k_tokens, held, k_at), *_append(v_tokens, held, v_at))
-            args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
+            rest = q_at, out_at, 0, 0, 0, held, threads
+            args.append(structs.STEP.pack(runner._address, *stored, *rest))
             k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
         if not run_steps(self._library, args):
             return None
@@ -132,23 +133,23 @@ class CpuStep(StepRunner):
 
     def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
         """Do as `run` with one row without a past, of any length; see `StepRunner`."""
-        count, args, (_, heads, _, dim) = at.stop - at.start, self._args, self._out
+        count, args = at.stop - at.start, self._args
+        if out.dtype is not qkv[0].dtype or out.stride(2) != 1:
+            return False
         if count != self._new:
             attend = args.attend
             self._new = attend.queries = attend.fresh = count
             if args.kernel != _LATENT:
                 args.kernel = _MANY if attend.groups * count >= native.MANY_ROWS else _FEW
         args.k.kept, args.v.kept = count - k.memory.start, count - v.memory.start
-        made = native.new_output(heads, count, dim)
-        q_at, k_at, v_at = (x.data_ptr() + at.start * x.stride(0) * x.itemsize for x in qkv)
-        stored = (*_append(k, 0, k_at), *_append(v, 0, v_at))
-        rest = q_at, made.data_ptr(), 0, torch.get_num_threads()
-        if not run_steps(self._library, (structs.STEP.pack(self._address, *stored, *rest),)):
-            return False
-        if out.dtype is torch.float16:
-            made = saturated(made, out.dtype)
-        out[at].copy_(made.transpose(0, 1))
-        return True
+        q_at, k_at, v_at, out_at = (
+            x.data_ptr() + at.start * x.stride(0) * x.itemsize for x in (*qkv, out)
+        )
+        token, head, _ = out.stride()
+        rounded = out_at, head * out.itemsize, token * out.itemsize
+        stored = (self._address, *_append(k, 0, k_at), *_append(v, 0, v_at))
+        rest = q_at, 0, *rounded, 0, torch.get_num_threads()
+        return run_steps(self._library, (structs.STEP.pack(*stored, *rest),))
 
 
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
