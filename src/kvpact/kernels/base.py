@@ -100,16 +100,6 @@ class TokenMemory:
         # Where the token of position 0 would lie, had it been kept.
         self.origin = tensor.data_ptr() - start * self.token
 
-    def at(self, start: int) -> TokenMemory:
-        """Return the same memory for tokens from the position `start` on."""
-        if start == self.start:
-            return self
-        made = object.__new__(TokenMemory)
-        made.tensor, made.start, made.dense = self.tensor, start, self.dense
-        made.row, made.head, made.token = self.row, self.head, self.token
-        made.origin = self.origin + (self.start - start) * self.token
-        return made
-
     def __reduce__(self) -> tuple[type[TokenMemory], tuple[Tensor, int]]:
         """Let a copy ask where its own tensor lies."""
         return TokenMemory, (self.tensor, self.start)
@@ -187,10 +177,9 @@ class StepRunner(ABC):
         return None
 
     def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
-        """Do as `run` with the tokens `at` of a batch, one row without a past, and write `out`.
+        """Do as `run` with the tokens `at`, of any number, one row without a past; False: it can't.
 
-        All are `[T, heads, D]`; their number need not be that of `call`, and the memory begins with
-        the first that is kept. False, nothing written: the ordinary way decides.
+        `[T, heads, D]` each; what is kept is all from the memory's start on.
         """
         return False
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from kvpact.cache.paged.pool import PageSource
 from kvpact.cache.stream.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
-from kvpact.integrations.pages.batch import Batch, places, prepared
-from kvpact.integrations.pages.damage import Damage, storable
+from kvpact.integrations.pages.damage import Damage, prepared, storable
 from kvpact.integrations.pages.named import NamedPages, renamed
 from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.pages.prompt import PromptRun
@@ -29,11 +28,27 @@ from kvpact.kernels import (
     all_finite,
 )
 from kvpact.methods.trellis_learning import TrellisKeyCodec
+from kvpact.snapshot.pages import sent
 
 _Part = tuple[Row, Window]
 _Pages = tuple[PageSource, PageSource]
 _Writers = list[tuple[Encoder, Any]]
 """The writers of a row's K and V, with the tokens; None for keys that wait for their group."""
+
+
+class _Batch(NamedTuple):
+    """Tokens of a batch, `[tokens, heads, D]` each, their outputs, and how they attend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    config: AttendConfig
+
+    def of(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of a row, `[1, heads, new, D]` each."""
+        q, k, v = (x[row.start : row.end].transpose(0, 1).unsqueeze(0) for x in self[:3])
+        return q, k, v
 
 
 class PagedLayer:
@@ -62,9 +77,8 @@ class PagedLayer:
         # Of the last batch of single tokens; they take the same calls.
         self._steps: list[tuple[int, ...]] = []
         self._runners: list[StepRunner] = []
-        # Of prompts like the last one.
         self._first: StepRunner | None = None
-        self._like: tuple[Any, ...] = ()
+        self._like: tuple[Any, ...] = ()  # prompts that it takes
         # Tokens written to each page since it was cleared. Engines give pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
         self._filled = [-1] * len(pages)
@@ -94,7 +108,7 @@ class PagedLayer:
         `[tokens, heads, D]`. `prompts`: rows that another kernel attends with (`Scratch.plan`).
         """
         cut: dict[int, NonFiniteError] = {}
-        rows, batch = self.damage.whole(list(rows), out), Batch(q, k, v, out, config)
+        rows, batch = self.damage.whole(list(rows), out), _Batch(q, k, v, out, config)
         self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
         try:
@@ -107,10 +121,9 @@ class PagedLayer:
                 step = row.held > 0 and row.end - row.start == 1
                 step = step and (not wide or window.end > window.first)
                 (single if step else chunks).append(one)
-            if single and self._decode(single, batch):
-                both = chunks
             others = {row.start for run in prompts for row in run.rows}
-            both = [part for part in both if not self._begin(*part, batch, others)]
+            both = chunks if single and self._decode(single, batch) else both
+            both = [part for part in both if not self._begin(part, batch, others)]
             ready = self._prepare(both, batch, cut, others)
             if cut and others:  # Who shares a run with a cut row is attended below.
                 ready = self._prepare([part for part, _ in ready], batch, cut)
@@ -135,7 +148,7 @@ class PagedLayer:
         `[count, heads, D]`: one row after another, then zeros.
         """
         cut: dict[int, NonFiniteError] = {}
-        batch = Batch(k, k, v, k.clone(), AttendConfig())
+        batch = _Batch(k, k, v, k.clone(), AttendConfig())
         whole, end = self.damage.whole(list(rows), batch.out), 0
         self._take([row.pages for row in rows])
         windows = self._windows.claim(rows)
@@ -177,30 +190,31 @@ class PagedLayer:
         self._windows.forget(pages)
         self.damage.mend(pages)
 
-    def _begin(self, row: Row, window: Window, batch: Batch, others: Collection[int]) -> bool:
+    def _begin(self, part: _Part, batch: _Batch, others: Collection[int]) -> bool:
         """Attend and store a prompt without a past in one call; False, not done, where it can't."""
+        (row, window), runner = part, self._first
         if not self._named or row.held or row.start in others:
             return False
-        runner, like = self._first, (batch.q.dtype, *(x.stride() for x in batch[:3]))
+        like = batch.q.dtype, *(x.stride() for x in batch[:3])
         fits = runner is None or (runner.takes(batch.config) and renamed([runner], row.pages))
         if not fits or like != self._like:
-            runner = self._first = self._runner(row, window, batch.of(row), batch.config)
-            self._like = like
+            runner = self._new(part, batch.of(row), batch.config)
+            self._first, self._like = runner, like
         if runner is None:
             return False
         self._clear(row)
         self._windows.begin(window, row.length - row.length % self._group, row.length)
-        (k, v), keep = window.memories, self._windows.width > 0
-        k_new = StepTokens(0, k, keep, 0, window.packed, False)
-        v_new = StepTokens(0, v, keep, 0, row.length, False)
-        if runner.first(slice(row.start, row.end), k_new, v_new, batch[:3], batch.out):
+        keep = self._windows.width > 0
+        k = StepTokens(0, window.memories[0], keep, 0, window.packed, False)
+        v = StepTokens(0, window.memories[1], keep, 0, row.length, False)
+        if runner.first(slice(row.start, row.end), k, v, batch[:3], batch.out):
             return True
         window.first = window.packed = window.end = 0
         return False
 
-    def _decode(self, parts: list[_Part], batch: Batch) -> bool:
+    def _decode(self, parts: list[_Part], batch: _Batch) -> bool:
         """Step single new tokens in one native call; False, nothing stored, where it can't."""
-        tokens = places([row.start for row, _ in parts], batch.q.device)
+        tokens = _places([row.start for row, _ in parts], batch.q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in batch[:3])
         runners = self._runners_for(parts, q, k, v, batch.config)
         if runners is None:
@@ -242,18 +256,16 @@ class PagedLayer:
         for i, (row, window) in enumerate(parts):
             runner = before.get(row.pages) or renamed(spare, row.pages)
             if runner is None or not runner.fits(k, v, q, config, count):
-                runner = self._runner(row, window, (x[i : i + 1] for x in (q, k, v)), config)
+                runner = self._new((row, window), (x[i : i + 1] for x in (q, k, v)), config)
             if runner is None:
                 return None
             runners.append(runner)
         self._steps, self._runners = steps, runners
         return runners
 
-    def _runner(
-        self, row: Row, window: Window, qkv: Iterable[Tensor], config: AttendConfig
-    ) -> StepRunner | None:
+    def _new(self, part: _Part, qkv: Iterable[Tensor], config: AttendConfig) -> StepRunner | None:
         """Return a runner of calls like this one."""
-        sources, (q, k, v) = self._sources_of(row.pages), qkv
+        (row, window), (q, k, v), sources = part, qkv, None
         if self._named:
             k_pages, v_pages = (NamedPages(x, row.pages, self._tokens) for x in self._fields)
             sources = k_pages, v_pages
@@ -264,7 +276,7 @@ class PagedLayer:
     def _view(self, row: Row, window: Window, sources: _Pages | None = None) -> LayerView:
         (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
-        sides = zip(self._sides, sources or self._sources_of(row.pages), tails, strict=True)
+        sides = zip(self._sides, sources or self._sources[row.pages], tails, strict=True)
         # No check of staleness: pages stay where they are as long as the engine runs.
         k, v = (
             StreamView(side.codec, source, exact, tail, None, None, 0, lambda: None, None, width)
@@ -272,7 +284,7 @@ class PagedLayer:
         )
         return LayerView(k, v, None)
 
-    def _attend(self, parts: list[_Part], batch: Batch) -> None:
+    def _attend(self, parts: list[_Part], batch: _Batch) -> None:
         by_length = defaultdict(list)
         for row, window in parts:
             q, k, v = batch.of(row)
@@ -289,19 +301,16 @@ class PagedLayer:
         """Make ready to read and write these rows' pages."""
         if tables != self._tables:
             known, self._tables = self._sources, tables
-            self._sources = {pages: known[pages] for pages in tables if pages in known}
+            self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
 
-    def _sources_of(self, pages: tuple[int, ...]) -> _Pages:
-        found = self._sources.get(pages)
-        if found is None:
-            k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
-            found = self._sources[pages] = k, v
-        return found
+    def _make_sources(self, pages: tuple[int, ...]) -> _Pages:
+        k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
+        return k, v
 
     def _prepare(
         self,
         parts: list[_Part],
-        batch: Batch,
+        batch: _Batch,
         cut: dict[int, NonFiniteError],
         others: Collection[int] = (),
     ) -> list[tuple[_Part, _Writers]]:
@@ -320,13 +329,15 @@ class PagedLayer:
             ready.append(((row, window), writers))
         return ready
 
-    def _storable(self, row: Row, batch: Batch) -> Row:
+    def _storable(self, row: Row, batch: _Batch) -> Row:
         """Return the first tokens of a row that can be stored, when not all of them can."""
         parts = [row._replace(end=end) for end in range(row.start, row.end)]
         row = parts[storable(lambda n: self._writers(parts[n], batch), len(parts))]
-        return row._replace(pages=row.pages[: -(-row.length // self._tokens)])
+        row = row._replace(pages=row.pages[: -(-row.length // self._tokens)])
+        self._sources[row.pages] = self._make_sources(row.pages)
+        return row
 
-    def _writers(self, row: Row, batch: Batch, any_query: bool = False) -> _Writers:
+    def _writers(self, row: Row, batch: _Batch, any_query: bool = False) -> _Writers:
         q, *tokens = batch.of(row)
         if self._good is None and not any_query and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
@@ -336,10 +347,10 @@ class PagedLayer:
     def _flag(self, row: Row) -> Tensor | None:
         return None if self._good is None else self._good[row.pages[-1]]
 
-    def _store(self, ready: list[tuple[_Part, _Writers]], batch: Batch) -> None:
+    def _store(self, ready: list[tuple[_Part, _Writers]], batch: _Batch) -> None:
         for (row, window), writers in ready:
             self._clear(row)
-            for (encoder, what), source in zip(writers, self._sources_of(row.pages), strict=True):
+            for (encoder, what), source in zip(writers, self._sources[row.pages], strict=True):
                 if what is not None:
                     encoder.write(what, source, row.held)
             _, k, v = batch.of(row)
@@ -352,7 +363,7 @@ class PagedLayer:
         if start < end and self._group > 1:
             x = window.memories[0].tokens(start, end if new is None else row.held)
             x = x if new is None else torch.cat([x, new], 2)[:, :, : end - start]
-            source, alone = self._sources_of(row.pages)[0], -start % self._group
+            source, alone = self._sources[row.pages][0], -start % self._group
             for plan, first, last in ((self._singly, 0, alone), (self._plan.k, alone, end - start)):
                 if first < last:
                     encoder, what = plan.prepare(x[:, :, first:last])
@@ -376,7 +387,14 @@ class PagedLayer:
             if inside == 0:
                 self.pages[page].zero_()
             elif self._filled[page] != inside:
-                for side, source in zip(self._sides, self._sources_of(row.pages), strict=True):
+                for side, source in zip(self._sides, self._sources[row.pages], strict=True):
                     clear_segment(side.codec, source.segment(index), inside)
             self._filled[page] = inside + after - start
             start = after
+
+
+def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
+    """Return an index of tokens, which makes no copy of them where they stand side by side."""
+    if tokens[-1] - tokens[0] == len(tokens) - 1:
+        return slice(tokens[0], tokens[-1] + 1)
+    return sent(torch.tensor(tokens, dtype=torch.int64, device="cpu"), device)

@@ -1,14 +1,11 @@
 """Runners over pages of one sequence after another: a table says where they lie."""
 
-from functools import lru_cache
-
 import numpy as np
 
 from kvpact.cache.paged.pool import PageSource
-from kvpact.kernels import Segment, StepRunner, Table, Where
+from kvpact.kernels import Segment, StepRunner, Where
 
-ROOM = 16
-"""Pages that a table has room for, at least."""
+ROOM = 16  # pages in a table, at least
 
 
 class NamedPages(PageSource):
@@ -28,23 +25,16 @@ class NamedPages(PageSource):
         """Let it be these pages; False where there is no room for so many."""
         if pages == self.pages:
             return True
-        offsets = _offsets(pages, self._page)
-        if len(offsets) > self._table.shape[1]:
+        if len(pages) > self._table.shape[1]:
             return False
         self.pages = pages
-        np.add(self._firsts, offsets, out=self._table[:, : len(offsets)])
+        offsets = np.array(pages, dtype=np.int64) * self._page
+        np.add(self._firsts, offsets, out=self._table[:, : len(pages)])
         return True
 
 
 def renamed(runners: list[StepRunner], pages: tuple[int, ...]) -> StepRunner | None:
     """Take a runner that nobody needs for other pages; None where there is none for so many."""
-    while runners:
-        runner = runners.pop()
-        if all(isinstance(x, NamedPages) and x.name(pages) for x in runner.sources):
-            return runner
-    return None
-
-
-@lru_cache(maxsize=256)  # the layers of a model have the same pages
-def _offsets(pages: tuple[int, ...], page: int) -> Table:
-    return np.array(pages, dtype=np.int64) * page
+    sources = runners[-1].sources if runners else (None,)
+    fit = all(isinstance(x, NamedPages) and x.name(pages) for x in sources)
+    return runners.pop() if fit else None

@@ -181,7 +181,8 @@ class WindowPool:
         if (known := self._slots.get(slot)) is None:
             k, v = (TokenMemory(pool[slot : slot + 1], 0) for pool in self._pools)
             known = self._slots[slot] = k, v
-        return known[0].at(start), known[1].at(start)
+        k, v = (x if x.start == start else TokenMemory(x.tensor, start) for x in known)
+        return k, v
 
     def _move(self, window: Window, start: int, end: int) -> None:
         """Let the memory begin with the token `start`; those that it has until `end` move there."""

@@ -104,13 +104,6 @@ void keep(const Side &side, const kvp_attend_args &a) {
                        from.data + b * from.row + h * from.head + t * from.token, bytes);
 }
 
-// Rounds the output of one row.
-void put_out(const Table &table, const kvp_step_args &s, const kvp_attend_args &a, int64_t dim) {
-    for (int64_t i = 0; i < a.heads * a.groups * a.queries; i++)
-        table.narrow(s.rounded + i / a.queries * s.rounded_head + i % a.queries * s.rounded_token, a.out + i * dim, dim,
-                     a.q_dtype);
-}
-
 } // namespace
 
 int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
@@ -144,8 +137,8 @@ int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
         const int64_t width = a.k.dim + (plan.kernel == KVP_STEP_LATENT ? a.v.dim : 0);
         const kvp_exact q = {a.q, a.q_row, a.q_head, a.q_token};
         if (!within(level, q, a.q_dtype, a, a.heads * a.groups, a.queries, width, LARGEST_QUERY)) return 4;
-        if (s.rounded) a.out = output.floats((size_t)(a.heads * a.groups * a.queries * (width > a.v.dim ? width : a.v.dim)));
-        if (!a.out) return 3;
+        const int64_t room = a.heads * a.groups * a.queries * (width + a.v.dim) + MOST_DIM;
+        if (s.rounded && !(a.out = output.floats((size_t)room))) return 3;
     }
     int status = 0;
     if (steps[0].plan->kernel == KVP_STEP_FEW) status = kvp_attend(level, calls.data(), count);
@@ -154,12 +147,16 @@ int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
             status = kvp_attend_rows(level, &calls[(size_t)i], steps[i].plan->kernel == KVP_STEP_LATENT);
     for (int64_t i = 0; i < count && !status; i++) {
         const kvp_step_args &s = steps[i];
-        if (s.rounded) put_out(*table, s, calls[(size_t)i], s.plan->kernel == KVP_STEP_LATENT ? calls[0].k.dim : calls[0].v.dim);
-        const Side k = {calls[(size_t)i].k, &s.plan->k, s.k}, v = {calls[(size_t)i].v, &s.plan->v, s.v};
-        keep(k, calls[(size_t)i]);
-        keep(v, calls[(size_t)i]);
-        status = encode(level, k, calls[(size_t)i]);
-        if (!status) status = encode(level, v, calls[(size_t)i]);
+        const kvp_attend_args &a = calls[(size_t)i];
+        const int64_t dim = s.plan->kernel == KVP_STEP_LATENT ? a.k.dim : a.v.dim;
+        for (int64_t row = 0; s.rounded && row < a.heads * a.groups * a.queries; row++)
+            table->narrow(s.rounded + row / a.queries * s.rounded_head + row % a.queries * s.rounded_token,
+                          a.out + row * dim, dim, a.q_dtype);
+        const Side k = {a.k, &s.plan->k, s.k}, v = {a.v, &s.plan->v, s.v};
+        keep(k, a);
+        keep(v, a);
+        status = encode(level, k, a);
+        if (!status) status = encode(level, v, a);
     }
     return status;
 }
