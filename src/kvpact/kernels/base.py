@@ -154,7 +154,7 @@ class StepRunner(ABC):
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
     ) -> bool:
         """Return whether a call (with `rows`, each row) has the shapes that this was made for."""
-        if not self.takes(config):
+        if config is not self.config and not self.takes(config):
             return False
         like_k, like_v, like_q = self._like if rows is None else self._row_like
         fits = self._fits

@@ -198,7 +198,7 @@ def test_prompts_of_any_length_are_stored_by_one_runner_as_in_the_ordinary_way(t
     monkeypatch.setattr(named, "ROOM", 4)
     quick, defining = make(text, fill=0xA5), make(text, fill=0x5A)
     monkeypatch.setattr(defining, "_begin", lambda *_: False)
-    runners = []
+    runners, steps = [], set()
     for count, table in ((40, (9, 2)), (7, (5,)), (129, (1, 4, 0, 11, 3)), (64, (7, 6))):
         outs = []
         for layer in (quick, defining):
@@ -206,11 +206,13 @@ def test_prompts_of_any_length_are_stored_by_one_runner_as_in_the_ordinary_way(t
             after, _ = step(layer, [Row(0, 1, count, (*table, 8))], tokens(1, 1), SCALE)
             assert not cut
             outs.append(torch.cat([out, after]))
-            runners.append(quick._first)
+        runners.append(quick._first)
+        steps.update(quick._runners)
         assert torch.equal(*outs)
         assert torch.equal(*(layer.pages[list(table)] for layer in (quick, defining)))
-    assert runners[0] is runners[3]
-    assert runners[4] is runners[7]  # five pages needed a larger table
+    assert runners[0] is runners[1]
+    assert runners[2] is runners[3]  # five pages needed a larger table
+    assert len(steps) == (runners[0] is not None)
 
 
 def test_what_one_call_refuses_the_ordinary_way_decides():
