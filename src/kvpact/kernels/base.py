@@ -126,6 +126,9 @@ class StepTokens(NamedTuple):
     inside: bool
 
 
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
 class StepRunner(ABC):
     """Carries out steps of one layer at once; made for calls like `call`, over its slots.
 
@@ -151,7 +154,7 @@ class StepRunner(ABC):
         self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
     ) -> bool:
         """Return whether a call (with `rows`, each row) has the shapes that this was made for."""
-        if config is not self.config and not _equal(config, self.config):
+        if config is not self.config and not self.takes(config):
             return False
         if not type(k) is type(v) is type(q) is Tensor:
             return False
@@ -166,17 +169,28 @@ class StepRunner(ABC):
         each = [(shape[1:], stride[1:], *more) for shape, stride, *more in found]
         return each == self._row_like and len(k) == len(v) == len(q) == rows
 
+    def takes(self, config: AttendConfig) -> bool:
+        """Return whether a config is the one that this was made for."""
+        return config is self.config or _equal(config, self.config)
+
     def matches(self, other: object) -> bool:
         """Return whether both were made for the same calls, but for their slots."""
         if self is other:
             return True
         if not isinstance(other, type(self)) or self._row_like != other._row_like:
             return False
-        return self.config is other.config or _equal(self.config, other.config)
+        return self.takes(other.config)
 
     def over(self, view: LayerView) -> Self | None:
         """Return a runner over another layer's slots; None where a new one is as quick."""
         return None
+
+    def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
+        """Do as `run` with the tokens `at`, of any number, one row without a past; False: it can't.
+
+        `[T, heads, D]` each; what is kept is all from the memory's start on.
+        """
+        return False
 
     @abstractmethod
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.pages import named
 from kvpact.integrations.pages.page import PageForm, codecs
 from kvpact.integrations.pages.window import Row
 from kvpact.spec import parse_spec
@@ -190,3 +191,38 @@ def test_who_reads_all_stores_the_same_bytes_and_a_copied_page_has_a_copy_of_the
         q, *(x[:41].transpose(0, 1).repeat_interleave(2, 0) for x in (k, v))
     )
     torch.testing.assert_close(out[:1].transpose(0, 1), right, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_prompts_of_any_length_are_stored_by_one_runner_as_in_the_ordinary_way(text, monkeypatch):
+    monkeypatch.setattr(named, "ROOM", 4)
+    quick, defining = make(text, fill=0xA5), make(text, fill=0x5A)
+    monkeypatch.setattr(defining, "_begin", lambda *_: False)
+    runners, steps = [], set()
+    for count, table in ((40, (9, 2)), (7, (5,)), (129, (1, 4, 0, 11, 3)), (64, (7, 6))):
+        outs = []
+        for layer in (quick, defining):
+            out, cut = step(layer, [Row(2, 2 + count, 0, table)], tokens(count + 3, count), SCALE)
+            after, _ = step(layer, [Row(0, 1, count, (*table, 8))], tokens(1, 1), SCALE)
+            assert not cut
+            outs.append(torch.cat([out, after]))
+        runners.append(quick._first)
+        steps.update(quick._runners)
+        assert torch.equal(*outs)
+        assert torch.equal(*(layer.pages[list(table)] for layer in (quick, defining)))
+    assert runners[0] is runners[1]
+    assert runners[2] is runners[3]  # five pages needed a larger table
+    assert len(steps) == (runners[0] is not None)
+
+
+def test_what_one_call_refuses_the_ordinary_way_decides():
+    layer, right = make(SPECS[-2]), make(SPECS[-2])
+    good, spoiled = tokens(40, 3), [x.clone() for x in tokens(40, 3)]
+    spoiled[1][35] = torch.inf
+    step(layer, [Row(0, 40, 0, (1, 2))], good, SCALE)
+    out, cut = step(layer, [Row(0, 40, 0, (3, 4))], spoiled, SCALE)
+    wanted, _ = step(right, [Row(0, 35, 0, (3, 4))], [x[:35] for x in good], SCALE)
+    assert list(cut) == [0]
+    assert torch.equal(out[:35], wanted)
+    assert out[35:].isnan().all()
+    assert torch.equal(layer.pages[3:5], right.pages[3:5])

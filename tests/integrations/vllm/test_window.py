@@ -65,6 +65,14 @@ def test_a_page_that_another_sequence_took_has_no_window_of_before():
     assert torch.equal(out, contiguous(EXACT, after[:, :10], after[:, 10:]))
 
 
+def test_a_window_on_a_page_that_a_new_sequence_gets_makes_room_before_others_do():
+    layer, lost = make(EXACT, 2), []
+    layer._windows.lost = lambda page, _: lost.append(page)
+    for pages in ((3,), (5,), (3, 5), (7,), (6,)):
+        step(layer, [Row(0, 20, 0, pages)], tokens(20, pages[0]))
+    assert lost == [5]
+
+
 def test_a_sequence_that_was_taken_back_has_no_window_of_what_it_held():
     layer, before, after = make(EXACT, 4), tokens(20, 14), tokens(3, 15)
     step(layer, [Row(0, 20, 0, (3,))], before)

@@ -7,6 +7,7 @@ has no way to fail one request from its attention.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nan
 
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.integrations.pages.window import Row
+from kvpact.kernels import Encoder, StreamPlan, check_arrival
+from kvpact.quantizers.checks import collected, deferred, require_finite
 
 
 class Damage:
@@ -71,6 +74,23 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
         except NonFiniteError:
             bad = middle
     return good
+
+
+def prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:
+    """Do all that can refuse tokens; deferred checks write to `good`."""
+    if side.codec.group > 1:
+        check_arrival(side, x, 0, None)
+        return side.encoder, None
+    if good is None:
+        return side.prepare(x)
+    with deferred():
+        require_finite(x, lambda: NonFiniteError("NaN or infinity"))
+        side.codec.check_range(x)
+        ready = side.prepare(x)
+        found = collected()
+    if found is not None:
+        good.logical_and_(found)
+    return ready
 
 
 class Watch:

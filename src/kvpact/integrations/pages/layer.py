@@ -1,7 +1,7 @@
 """A layer over an engine's pages: stores the tokens of a batch and attends over its sequences."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,8 @@ from kvpact.cache.paged.pool import PageSource
 from kvpact.cache.stream.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
-from kvpact.integrations.pages.damage import Damage, storable
+from kvpact.integrations.pages.damage import Damage, prepared, storable
+from kvpact.integrations.pages.named import NamedPages, renamed
 from kvpact.integrations.pages.page import PageForm
 from kvpact.integrations.pages.prompt import PromptRun
 from kvpact.integrations.pages.window import Row, Window, WindowPool
@@ -23,16 +24,14 @@ from kvpact.kernels import (
     StepRow,
     StepRunner,
     StepTokens,
-    StreamPlan,
     StreamView,
     all_finite,
-    check_arrival,
 )
 from kvpact.methods.trellis_learning import TrellisKeyCodec
-from kvpact.quantizers.checks import collected, deferred, require_finite
 from kvpact.snapshot.pages import sent
 
 _Part = tuple[Row, Window]
+_Pages = tuple[PageSource, PageSource]
 _Writers = list[tuple[Encoder, Any]]
 """The writers of a row's K and V, with the tokens; None for keys that wait for their group."""
 
@@ -70,13 +69,16 @@ class PagedLayer:
     ) -> None:
         self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
         self._good, self._latent = good, latent
+        self._named = good is None and pages.is_cpu  # runners serve other pages, too
         self._sides, self._fields = (plan.k, plan.v), form.fields(pages)
         # Of the sequences of the last batch, by their pages.
-        self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
+        self._sources: dict[tuple[int, ...], _Pages] = {}
         self._tables: list[tuple[int, ...]] = []
         # Of the last batch of single tokens; they take the same calls.
         self._steps: list[tuple[int, ...]] = []
         self._runners: list[StepRunner] = []
+        self._first: StepRunner | None = None
+        self._like: tuple[Any, ...] = ()  # prompts that it takes
         # Tokens written to each page since it was cleared. Engines give pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
         self._filled = [-1] * len(pages)
@@ -119,9 +121,9 @@ class PagedLayer:
                 step = row.held > 0 and row.end - row.start == 1
                 step = step and (not wide or window.end > window.first)
                 (single if step else chunks).append(one)
-            if single and self._decode(single, batch):
-                both = chunks
             others = {row.start for run in prompts for row in run.rows}
+            both = chunks if single and self._decode(single, batch) else both
+            both = [part for part in both if not self._begin(part, batch, others)]
             ready = self._prepare(both, batch, cut, others)
             if cut and others:  # Who shares a run with a cut row is attended below.
                 ready = self._prepare([part for part, _ in ready], batch, cut)
@@ -188,6 +190,28 @@ class PagedLayer:
         self._windows.forget(pages)
         self.damage.mend(pages)
 
+    def _begin(self, part: _Part, batch: _Batch, others: Collection[int]) -> bool:
+        """Attend and store a prompt without a past in one call; False, not done, where it can't."""
+        (row, window), runner = part, self._first
+        if not self._named or row.held or row.start in others:
+            return False
+        like = batch.q.dtype, *(x.stride() for x in batch[:3])
+        fits = runner is None or (runner.takes(batch.config) and renamed([runner], row.pages))
+        if not fits or like != self._like:
+            runner = self._new(part, batch.of(row), batch.config)
+            self._first, self._like = runner, like
+        if runner is None:
+            return False
+        self._clear(row)
+        self._windows.begin(window, row.length - row.length % self._group, row.length)
+        keep = self._windows.width > 0
+        k = StepTokens(0, window.memories[0], keep, 0, window.packed, False)
+        v = StepTokens(0, window.memories[1], keep, 0, row.length, False)
+        if runner.first(slice(row.start, row.end), k, v, batch[:3], batch.out):
+            return True
+        window.first = window.packed = window.end = 0
+        return False
+
     def _decode(self, parts: list[_Part], batch: _Batch) -> bool:
         """Step single new tokens in one native call; False, nothing stored, where it can't."""
         tokens = _places([row.start for row, _ in parts], batch.q.device)
@@ -227,27 +251,36 @@ class PagedLayer:
         if steps == self._steps and self._runners[0].fits(k, v, q, config, count):
             return self._runners
         before = dict(zip(self._steps, self._runners, strict=True))
+        spare = [before[pages] for pages in before.keys() - set(steps)]
         self._steps, self._runners, runners = [], [], []
         for i, (row, window) in enumerate(parts):
-            runner = before.get(row.pages)
+            runner = before.get(row.pages) or renamed(spare, row.pages)
             if runner is None or not runner.fits(k, v, q, config, count):
-                k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
-                view = self._view(row, window)
-                call = AttendCall(view, k1, v1, q1, config, latent=self._latent)
-                runner = self._plan.step(call, self._flag(row))
+                runner = self._new((row, window), (x[i : i + 1] for x in (q, k, v)), config)
             if runner is None:
                 return None
             runners.append(runner)
         self._steps, self._runners = steps, runners
         return runners
 
-    def _view(self, row: Row, window: Window) -> LayerView:
+    def _new(self, part: _Part, qkv: Iterable[Tensor], config: AttendConfig) -> StepRunner | None:
+        """Return a runner of calls like this one."""
+        (row, window), (q, k, v), sources = part, qkv, None
+        if self._named:
+            k_pages, v_pages = (NamedPages(x, row.pages, self._tokens) for x in self._fields)
+            sources = k_pages, v_pages
+        view = self._view(row, window, sources)
+        call = AttendCall(view, k, v, q, config, latent=self._latent)
+        return self._plan.step(call, self._flag(row))
+
+    def _view(self, row: Row, window: Window, sources: _Pages | None = None) -> LayerView:
         (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
+        sides = zip(self._sides, sources or self._sources[row.pages], tails, strict=True)
         # No check of staleness: pages stay where they are as long as the engine runs.
         k, v = (
             StreamView(side.codec, source, exact, tail, None, None, 0, lambda: None, None, width)
-            for side, source, tail in zip(self._sides, self._sources[row.pages], tails, strict=True)
+            for side, source, tail in sides
         )
         return LayerView(k, v, None)
 
@@ -270,7 +303,7 @@ class PagedLayer:
             known, self._tables = self._sources, tables
             self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
 
-    def _make_sources(self, pages: tuple[int, ...]) -> tuple[PageSource, PageSource]:
+    def _make_sources(self, pages: tuple[int, ...]) -> _Pages:
         k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
         return k, v
 
@@ -309,7 +342,7 @@ class PagedLayer:
         if self._good is None and not any_query and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
         good = self._flag(row)
-        return [_prepared(side, x, good) for side, x in zip(self._sides, tokens, strict=True)]
+        return [prepared(side, x, good) for side, x in zip(self._sides, tokens, strict=True)]
 
     def _flag(self, row: Row) -> Tensor | None:
         return None if self._good is None else self._good[row.pages[-1]]
@@ -365,20 +398,3 @@ def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
     if tokens[-1] - tokens[0] == len(tokens) - 1:
         return slice(tokens[0], tokens[-1] + 1)
     return sent(torch.tensor(tokens, dtype=torch.int64, device="cpu"), device)
-
-
-def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:
-    """Do all that can refuse tokens; deferred checks write to `good`."""
-    if side.codec.group > 1:
-        check_arrival(side, x, 0, None)
-        return side.encoder, None
-    if good is None:
-        return side.prepare(x)
-    with deferred():
-        require_finite(x, lambda: NonFiniteError("NaN or infinity"))
-        side.codec.check_range(x)
-        ready = side.prepare(x)
-        found = collected()
-    if found is not None:
-        good.logical_and_(found)
-    return ready

@@ -86,6 +86,7 @@ class WindowPool:
     ) -> None:
         self.width, self.page_tokens = width, page_tokens
         count, room = (sequences, width + SLACK) if width else (1, 0)
+        self._slots: dict[int, tuple[TokenMemory, TokenMemory]] = {}  # those that had a sequence
         self._pools = [_zeros((count, heads, room, dim), dtype, device) for heads, dim in shapes]
         self._none = self._memories(0, 0)
         self._free = list(range(sequences))
@@ -106,6 +107,8 @@ class WindowPool:
                 found.append(known.pop(page))
             else:
                 found.append(None)
+            if new := row.pages[-(-row.held // self.page_tokens) :]:
+                self.forget(new)  # before any window gives way to another
         return [window or self._new(row.held) for row, window in zip(rows, found, strict=True)]
 
     def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
@@ -147,6 +150,13 @@ class WindowPool:
             for window, start in zip(windows, self.exact_from(windows), strict=True):
                 self._move(window, start, window.end)
 
+    def begin(self, window: Window, packed: int, end: int) -> None:
+        """Let a new window be of a sequence's first tokens, which somebody else copies there."""
+        window.packed, window.end = packed, end
+        if self.width:
+            (window.first,) = self.exact_from([window])
+            window.memories = self._memories(window.slot, window.first)
+
     def append(self, window: Window, tokens: tuple[Tensor, Tensor]) -> None:
         """Copy new tokens, `[1, H, T, D]`, as far as they are in the window."""
         held = window.end
@@ -168,7 +178,10 @@ class WindowPool:
         return Window(slot, held, self._memories(slot, held))
 
     def _memories(self, slot: int, start: int) -> tuple[TokenMemory, TokenMemory]:
-        k, v = (TokenMemory(pool[slot : slot + 1], start) for pool in self._pools)
+        if (known := self._slots.get(slot)) is None:
+            k, v = (TokenMemory(pool[slot : slot + 1], 0) for pool in self._pools)
+            known = self._slots[slot] = k, v
+        k, v = (x if x.start == start else TokenMemory(x.tensor, start) for x in known)
         return k, v
 
     def _move(self, window: Window, start: int, end: int) -> None:

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 11
+#define KVP_ABI 12
 
 #if defined(KVP_GGML)
 #define KVP_EXPORT // that library exports functions of its own
@@ -258,7 +258,7 @@ enum { KVP_STEP_FEW = 0, KVP_STEP_ROWS = 1, KVP_STEP_LATENT = 2 };
 typedef struct {
     kvp_encode_args form;  // the fields point to all segments of the stream
     float limit;           // the largest magnitude of a new token
-    int32_t unused;
+    int32_t kept;          // of the new tokens the last ones, that are copied
 } kvp_store;
 
 typedef struct {
@@ -272,7 +272,7 @@ typedef struct {
     int64_t exact_from;
     kvp_exact tail;
     const char *fresh;     // the new tokens
-    char *spare;           // behind the tail: where the new tokens are copied to; or NULL
+    char *spare;           // behind the tail: where the first of the new tokens is copied to, or would be; or NULL
     int64_t start, tokens; // that are encoded, if any
     const char *x;         // where they lie, with the tail's strides; NULL: they are the new ones
 } kvp_append;
@@ -281,7 +281,9 @@ typedef struct {
     const kvp_step_plan *plan;
     kvp_append k, v;
     const char *q;
-    float *out;
+    float *out;            // or, of one row in a call of its own:
+    char *rounded;         // [H_q, q_len, D_v] in q's dtype; what is beyond fp16 is its largest number
+    int64_t rounded_head, rounded_token;
     int64_t held, threads;
 } kvp_step_args;
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import KernelError
-from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, can_step
+from kvpact.kernels.base import QKV, AttendCall, StepRow, StepRunner, StepTokens, can_step
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.encode import CodecEncoder, placed
@@ -72,6 +72,7 @@ class CpuStep(StepRunner):
         _fill(args.v, call.view.v)
         many = made.query_rows >= native.many_rows(library, call)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
+        self._new = args.k.kept = args.v.kept = call.new
         self._address = ctypes.addressof(args)
 
     def over(self, view: LayerView) -> CpuStep | None:
@@ -123,11 +124,32 @@ class CpuStep(StepRunner):
             if runner._most is not None and held + k.shape[2] > runner._most:
                 return None
             stored = (*_append(k_tokens, held, k_at), *_append(v_tokens, held, v_at))
-            args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
+            rest = q_at, out_at, 0, 0, 0, held, threads
+            args.append(structs.STEP.pack(runner._address, *stored, *rest))
             k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
         if not run_steps(self._library, args):
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
+
+    def first(self, at: slice, k: StepTokens, v: StepTokens, qkv: QKV, out: Tensor) -> bool:
+        """Do as `run` with one row without a past, of any length; see `StepRunner`."""
+        count, args = at.stop - at.start, self._args
+        if out.dtype is not qkv[0].dtype or out.stride(2) != 1:
+            return False
+        if count != self._new:
+            attend = args.attend
+            self._new = attend.queries = attend.fresh = count
+            if args.kernel != _LATENT:
+                args.kernel = _MANY if attend.groups * count >= native.MANY_ROWS else _FEW
+        args.k.kept, args.v.kept = count - k.memory.start, count - v.memory.start
+        q_at, k_at, v_at, out_at = (
+            x.data_ptr() + at.start * x.stride(0) * x.itemsize for x in (*qkv, out)
+        )
+        token, head, _ = out.stride()
+        rounded = out_at, head * out.itemsize, token * out.itemsize
+        stored = (self._address, *_append(k, 0, k_at), *_append(v, 0, v_at))
+        rest = q_at, 0, *rounded, 0, torch.get_num_threads()
+        return run_steps(self._library, (structs.STEP.pack(*stored, *rest),))
 
 
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:

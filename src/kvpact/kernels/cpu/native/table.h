@@ -21,6 +21,8 @@ struct Table {
     bool (*encode_few)(const kvp_encode_args &args, int64_t first, int64_t last);
     // The largest magnitude of `count` numbers, as its bits.
     uint32_t (*largest)(const void *numbers, int64_t count, int32_t dtype);
+    // Rounds numbers to a dtype; what is beyond fp16 becomes its largest number.
+    void (*narrow)(char *to, const float *from, int64_t count, int32_t dtype);
     // encode/learn.cpp: what keys of one head learn.
     bool (*learn_head)(const kvp_learn_args &args, int64_t head);
     // decode/decode.cpp: positions of one head.

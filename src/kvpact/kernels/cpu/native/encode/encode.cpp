@@ -352,7 +352,19 @@ static uint32_t largest(const void *p, int64_t count, int32_t dtype) {
     return most16;
 }
 
+// As many numbers as a vector has can be read after the last one.
+static void narrow(char *to, const float *from, int64_t count, int32_t dtype) {
+    const int64_t size = dtype == KVP_F32 ? 4 : 2;
+    for (int64_t i = 0; i < count; i += W) {
+        char part[4 * W];
+        const bool whole = i + W <= count;
+        store_numbers(whole ? to + i * size : part, load(from + i), dtype);
+        if (!whole) memcpy(to + i * size, part, (size_t)((count - i) * size));
+    }
+}
+
 void fill_encode(Table &table) {
+    table.narrow = narrow;
     table.encode_span = encode_span;
     table.encode_few = encode_few;
     table.largest = largest;

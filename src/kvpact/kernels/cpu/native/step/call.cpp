@@ -93,14 +93,14 @@ int encode(int level, const Side &side, const kvp_attend_args &a) {
     return kvp_encode(level, &args, 1);
 }
 
-// Copies the new tokens after the tail.
+// Copies new tokens after the tail.
 void keep(const Side &side, const kvp_attend_args &a) {
     if (!side.append.spare) return;
     const kvp_exact &to = side.stream.tail, &from = side.stream.fresh;
     const size_t bytes = (size_t)side.stream.dim * (side.stream.dtype == KVP_F32 ? 4 : 2);
     for (int64_t b = 0; b < a.batch; b++)
         for (int64_t h = 0; h < a.heads; h++)
-            for (int64_t t = 0; t < a.fresh; t++)
+            for (int64_t t = a.fresh - side.plan->kept; t < a.fresh; t++)
                 memcpy(side.append.spare + b * to.row + h * to.head + t * to.token,
                        from.data + b * from.row + h * from.head + t * from.token, bytes);
 }
@@ -109,7 +109,9 @@ void keep(const Side &side, const kvp_attend_args &a) {
 
 int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
     static thread_local std::vector<kvp_attend_args> calls;
-    if (!table_of(level)) return 1;
+    static thread_local Scratch output;
+    const Table *table = table_of(level);
+    if (!table) return 1;
     if (count < 1) return 0;
     try {
         calls.resize((size_t)count);
@@ -136,6 +138,8 @@ int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
         const int64_t width = a.k.dim + (plan.kernel == KVP_STEP_LATENT ? a.v.dim : 0);
         const kvp_exact q = {a.q, a.q_row, a.q_head, a.q_token};
         if (!within(level, q, a.q_dtype, a, a.heads * a.groups, a.queries, width, LARGEST_QUERY)) return 4;
+        const int64_t room = a.heads * a.groups * a.queries * (width + a.v.dim) + MOST_DIM;
+        if (s.rounded && !(a.out = output.floats((size_t)room))) return 3;
     }
     int status = 0;
     if (steps[0].plan->kernel == KVP_STEP_FEW) status = kvp_attend(level, calls.data(), count);
@@ -144,11 +148,16 @@ int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
             status = kvp_attend_rows(level, &calls[(size_t)i], steps[i].plan->kernel == KVP_STEP_LATENT);
     for (int64_t i = 0; i < count && !status; i++) {
         const kvp_step_args &s = steps[i];
-        const Side k = {calls[(size_t)i].k, &s.plan->k, s.k}, v = {calls[(size_t)i].v, &s.plan->v, s.v};
-        keep(k, calls[(size_t)i]);
-        keep(v, calls[(size_t)i]);
-        status = encode(level, k, calls[(size_t)i]);
-        if (!status) status = encode(level, v, calls[(size_t)i]);
+        const kvp_attend_args &a = calls[(size_t)i];
+        const int64_t dim = s.plan->kernel == KVP_STEP_LATENT ? a.k.dim : a.v.dim;
+        for (int64_t row = 0; s.rounded && row < a.heads * a.groups * a.queries; row++)
+            table->narrow(s.rounded + row / a.queries * s.rounded_head + row % a.queries * s.rounded_token,
+                          a.out + row * dim, dim, a.q_dtype);
+        const Side k = {a.k, &s.plan->k, s.k}, v = {a.v, &s.plan->v, s.v};
+        keep(k, a);
+        keep(v, a);
+        status = encode(level, k, a);
+        if (!status) status = encode(level, v, a);
     }
     return status;
 }
