@@ -36,6 +36,21 @@ def test_turns_of_several_tokens_behind_the_window(name, make_model, sizes, ids)
     assert torch.allclose(got, wanted, atol=1e-3)
 
 
+def test_a_window_does_not_keep_a_whole_prompt(make_model, sizes, ids):
+    """transformers' own is a view of all of the prompt's K or V."""
+    model = make_model(KINDS["gemma3"](sizes))
+    cache, exact = CompressedCache(model, "none"), DynamicCache(config=model.config)
+    for one in (cache, exact):
+        run(model, one, [ids])
+    for name in ("keys", "values"):
+        held = getattr(cache.layers[0], name)
+        assert torch.equal(held, getattr(exact.layers[0], name))
+        assert held.shape[2] == WINDOW - 1
+        assert held.untyped_storage().nbytes() == held.nbytes
+    steps = [run(model, one, [ids[:, :1]]) for one in (cache, exact)]
+    assert torch.allclose(*steps, atol=1e-5)
+
+
 def test_widths_of_latents_are_read_layer_by_layer(make_model, sizes, ids):
     model = make_model(dots3(sizes))
     cache = CompressedCache(model, "none")

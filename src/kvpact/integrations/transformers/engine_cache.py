@@ -11,12 +11,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvpact.cache.batch.rows import check_rows, refuse_pickling
 from kvpact.cache.layer.moment import Moment
 from kvpact.cache.paged.view import PagedView
 from kvpact.cache.stats import Summarized
+from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers import versions
@@ -26,6 +27,7 @@ from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.layers.engine_layers import (
     check_removable,
     forget,
+    let_prompt_go,
     records_of,
 )
 from kvpact.integrations.transformers.layers.full import CompressedLayer
@@ -134,7 +136,6 @@ class TransformersCache(Summarized, Cache):
         ]
         self._first, self._last = ends[0], ends[-1]
         self._called = self._told_less = False
-        shared.heap.lasting = bool(self._own_layers())
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_widths:
             hand_on(shared.config)
@@ -182,7 +183,10 @@ class TransformersCache(Summarized, Cache):
         if self._told_less and layer_idx == self._first:
             self._told_less = False
             self._begin(_tokens_of(layer))
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
+        pair = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
+        if key_states.shape[2] > MOST_STEP and isinstance(layer, DynamicSlidingWindowLayer):
+            let_prompt_go(layer)
+        return pair
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row; those left by a call that failed do not count."""

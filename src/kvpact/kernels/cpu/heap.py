@@ -72,14 +72,13 @@ class Hold:
     """A cache's prompts: each from its first layer to the end of the model's forward pass.
 
     That is when the tensor that `until` names is gone, else the last layer's call, at the latest
-    the next step or the cache's end. `active`: whether there is something to end; `lasting`:
-    whether layers of the model keep tensors that are no cache's of kvpact, and come later.
+    the next step or the cache's end. `active`: whether there is something to end.
     """
 
-    __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "active", "lasting")
+    __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "active")
 
     def __init__(self) -> None:
-        self.active = self._large = self.lasting = False
+        self.active = self._large = False
         self._end: ref[Tensor] | None = None
         # What is in one of these lists is taken by one thread alone, without a lock, which a
         # destructor could not wait for.
@@ -101,8 +100,7 @@ class Hold:
     ) -> None:
         """Begin with a call of so many tokens, `size` bytes of K and V; few of them end it.
 
-        A `device` not known yet is the GPU in use. Without `hold`, where that is not lasting, only
-        what is free is given back.
+        A `device` not known yet is the GPU in use. Without `hold` only what is free is given back.
         """
         gpu: Any = torch.cuda  # has no types
         away = gpu.is_initialized() if device is None else device.type != "cpu"
@@ -111,7 +109,7 @@ class Hold:
                 self.end()
         elif not away and (native := _native()) is not None:
             self._large, self.active = self._large or size >= LARGE, True
-            while (hold or self.lasting) and self._idle:
+            while hold and self._idle:
                 with suppress(IndexError):
                     self._idle.pop()
                     native.heap_hold(1)
@@ -129,11 +127,6 @@ class Hold:
                 hold.end()
 
         self._end = ref(tensor, gone)
-
-    def made_ahead(self) -> None:
-        """Note that all that layers of the cache will keep is there: end a hold before its time."""
-        if not self.lasting:
-            self.release()
 
     def stored(self, last: bool) -> None:
         """Note that a layer's tokens are stored; `last`: no other layer follows."""

@@ -102,7 +102,7 @@ class SharedState:
         other = SharedState(*given, self.calibration, self.window, self.budget)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
-        other.recording, other.heap.lasting = self.recording, self.heap.lasting
+        other.recording = self.recording
         other.open(self.gaps)
         other.call_log = deepcopy(self.call_log, memo)
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -294,3 +295,11 @@ def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -
                 layer._sliding_window_tensor = None if window is None else window.to(tensor.device)
             if isinstance(layer, EntriesLayer):
                 layer.stand_at(record.tokens)
+
+
+def let_prompt_go(layer: Any) -> None:
+    """Hold a ring's tokens in memory of their own: transformers' are views of a whole prompt."""
+    for name in ("keys", "values"):
+        x = getattr(layer, name)
+        if x.untyped_storage().nbytes() >= 2 * x.nbytes:
+            setattr(layer, name, x.clone(memory_format=torch.contiguous_format))
