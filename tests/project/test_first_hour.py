@@ -236,6 +236,12 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
         "load": "CompressedCache.load(path, model)", "LLM": "LLM(model, kv_cache_dtype='kvpact'",
         "list_models": "kvpact.data.model_table()", "load_dataset": "kvpact.data.book_path()",
     }.items()},
+    "kvpact.cache.CompressedCache": "'kvpact.cache' has no attribute 'CompressedCache'; write: "
+        "from kvpact import CompressedCache",
+    "kvpact.evaluate.open_store": "; write: from kvpact.stores import open_store",
+    "kvpact.integrations.transformers.KVPactCache": "; write: kvpact.CompressedCache(model)",
+    "kvpact.data.book": "; did you mean 'book_path'?", "kvpact.stores.Zzz": "; it has Background",
+    "kvpact.stores.open_store('memory://').__setitem__": "; write: store.put(key, blob)",
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
     "kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)).append": "cache.attend(layer, q=q",

@@ -10,6 +10,7 @@ from importlib import import_module
 from os import PathLike
 from typing import Any, Self
 
+from kvpact.callable_package import tells_names
 from kvpact.errors import BackendUnavailable, DtypeError, StoreError, StoreKeyError
 
 Key = str | bytes
@@ -194,6 +195,16 @@ class Store(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+tells_names(
+    {
+        **dict.fromkeys(("__setitem__", "save", "set", "write"), "store.put(key, blob)"),
+        **dict.fromkeys(("__getitem__", "load", "read"), "store.get(key)"),
+        **dict.fromkeys(("__delitem__", "pop", "remove"), "store.delete(key)"),
+        **dict.fromkeys(("nbytes", "size"), "store.stats().bytes"),
+    }
+)(Store)  # type: ignore[type-abstract]
 
 
 class ManyStore(Store):
