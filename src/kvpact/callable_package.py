@@ -18,42 +18,34 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _PLACES = "cache stores snapshot prefixes evaluate recommend data errors integrations.transformers"
 _LINES = {
-    "CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
+    "cache.save(path)": "save",
+    "kvpact.CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
     "DynamicCache HQQQuantizedCache QuantizedCache QuantoQuantizedCache",
-    "CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache "
+    "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache "
     "KVPactCache",
-    "CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
-    "KVCacheCompressor(spec)": "Compressor",
-    "PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
-    "kvpact.integrations.transformers.PagedBatch(model.config, cache)": "PagedAttention PagedCache",
-    "__version__": "version",
-    "calibration_of(model, spec, tokenizer=tokenizer)": "calibrate",
-    "data.book_path().read_text('utf-8'), a novel; or a text of yours": "load_dataset",
-    "data.model_table()['models'], those that kvpact.size knows": "list_models",
-    "enable(model)": "apply compress get_kvpact_model get_peft_model patch quantize wrap",
-    "evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/lm-eval"
-    ".md": "benchmark compute_perplexity perplexity simple_evaluate",
-    "integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
-    "load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
+    "kvpact.CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
+    "kvpact.KVCacheCompressor(spec)": "Compressor",
+    "kvpact.PagedKVCache(spec, geometry, num_pages); for a model of transformers, kvpact."
+    "integrations.transformers.PagedBatch(model.config, cache)": "PagedAttention PagedCache",
+    "kvpact.__version__": "version",
+    "kvpact.calibration_of(model, spec, tokenizer=tokenizer)": "calibrate",
+    "kvpact.data.book_path().read_text('utf-8'), a novel; or a text of yours": "load_dataset",
+    "kvpact.data.model_table()['models'], those that kvpact.size knows": "list_models",
+    "kvpact.enable(model)": "apply compress get_kvpact_model get_peft_model patch quantize wrap",
+    "kvpact.evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/"
+    "lm-eval.md": "benchmark compute_perplexity perplexity simple_evaluate",
+    "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
+    "kvpact.load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
     "AutoTokenizer load_tokenizer",
-    "parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
+    "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
+    "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)": "from_pretrained",
+    "model.generate(**inputs, cache=kvpact.CompressedCache(model))": "generate",
+    "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names": "delete_"
+    "calibration list_calibrations remove_calibration",
+    "torch.set_num_threads(4); kvpact's are torch's": "get_num_threads set_num_threads",
+    "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
 }
-_MEANT = {
-    **{name: f"kvpact.{line}" for line, names in _LINES.items() for name in names.split()},
-    **dict.fromkeys(
-        ("delete_calibration", "list_calibrations", "remove_calibration"),
-        "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names",
-    ),
-    **dict.fromkeys(
-        ("get_num_threads", "set_num_threads"), "torch.set_num_threads(4); kvpact's are torch's"
-    ),
-    **dict.fromkeys(
-        ("LLM", "SamplingParams"), "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)"
-    ),
-    "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
-    "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
-    "save": "cache.save(path)",
-}
+_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Corrections of names that are guessed."""
 
 
@@ -64,7 +56,8 @@ class CallError(KVPactError, TypeError):
 def call_line(name: str, function: Callable[..., Any]) -> str:
     """Return a call of a function as a line, with all of its parameters."""
     own = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
-    words = [x.name + "=..." * (x.kind is x.KEYWORD_ONLY) for x in own if x.name != "options"]
+    own = [x for x in own if x.kind is not x.VAR_KEYWORD]
+    words = [x.name + "=..." * (x.kind is x.KEYWORD_ONLY) for x in own]
     return f"{name}({', '.join(words)})"
 
 
@@ -124,18 +117,21 @@ class _Telling(ModuleType):
             raise absent(self.__name__, name, sys._getframe(1))
 
 
-def let_tell(package: str) -> None:
-    """Let an imported package, by its name, say where the names are that it does not have."""
-    sys.modules[package].__class__ = _Telling
-
-
-def let_call(package: str, function: Callable[..., Any]) -> None:
-    """Let calls of an imported package, by its name, be calls of a function."""
-    own, line = inspect.signature(function), call_line(package, function)
-    call = tells_call(line)(function)
-    body = {"__call__": staticmethod(call), "__signature__": property(lambda package: own)}
-    kind = type("CallablePackage", (_Telling,), body)
+def let_tell(package: str, call: Callable[..., Any] | None = None) -> None:
+    """Let a package say where names are that it does not have, and its calls be a function's."""
+    kind: type = _Telling
+    if call is not None:
+        own, told = inspect.signature(call), tells_call(call_line(package, call))(call)
+        body = {"__call__": staticmethod(told), "__signature__": property(lambda package: own)}
+        kind = type("CallablePackage", (_Telling,), body)
     sys.modules[package].__class__ = kind
+
+
+class Figures(dict[str, Any]):
+    """Figures by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"there is no {name!r}; there are {', '.join(self)}")
 
 
 class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be read more slowly

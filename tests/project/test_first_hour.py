@@ -194,6 +194,11 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.disable()": "write: kvpact.disable(model)",
     "kvpact.recode(kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)), 'int8')":
         "write: cache.snapshot()",
+    "kvpact.load_model('smollm2', 'bfloat16')": "write: kvpact.load_model(name_or_path, dtype=...)",
+    "kvpact.calibration_of(model, specs='pca')": "write: kvpact.calibration_of(model, ",
+    "kvpact.Snapshot(kvpact.CompressedCache(model))": "write: cache.snapshot()",
+    "kvpact.CompressedCache(model).save('a.kv', overwrite=True)": "force=True replaces any file",
+    "kvpact.CompressedCache(model, {'a': 'int4'})": "stand in a list, ['trellis:bits=4', ",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
@@ -285,6 +290,8 @@ def test_a_cache_tells_what_it_holds(model):
     assert repr(kvpact.KVCacheCompressor("int4")) == "<KVCacheCompressor int:bits=4>"
     assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
     empty = cache.stats()
+    with pytest.raises(KeyError, match=r"no 'compression'; there are .*bits_per_value, "):
+        empty["compression"]
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], **named(cache))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from kvpact.callable_package import tells_call
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
 from kvpact.files import bytes_of, share_of
@@ -103,6 +104,7 @@ GEMMA3 = PackagedModel(
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
+@tells_call()
 def load_model(
     name_or_path: str | os.PathLike[str] = SMOLLM2.name,
     *,

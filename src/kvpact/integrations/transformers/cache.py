@@ -15,7 +15,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_call, tells_names
+from kvpact.callable_package import Figures, tells_call, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import check_path, is_of_others
 from kvpact.integrations.transformers import versions
@@ -55,7 +55,7 @@ from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import LayerState, Snapshot
+from kvpact.snapshot import Identity, LayerState, Snapshot
 from kvpact.snapshot.state import CacheState
 from kvpact.spec import OMITTED, Omitted, Spec
 
@@ -235,15 +235,22 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
-    @tells_call("cache.save(path)")
-    def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
-        """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
+    @tells_call("cache.save(path); force=True replaces any file, others are of cache.snapshot")
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        force: bool = False,
+        token_ids: torch.Tensor | None = None,
+        identity: Identity | None = None,
+    ) -> None:
+        """Write a snapshot as a file, which `load` reads; others and errors are of `snapshot`.
 
         An earlier snapshot is replaced; any other file is with `force`, else a `SnapshotError`.
         """
         if not force and is_of_others(path, Snapshot.open):
             raise SnapshotError(f"{path} is no snapshot: save to another path, or with force=True")
-        self.snapshot(**more).save(path)
+        self.snapshot(token_ids=token_ids, identity=identity).save(path)
 
     @classmethod
     @tells_call("CompressedCache.load(path, model)")
@@ -375,7 +382,7 @@ class CompressedCache(Evicting):
             known = [x.stats()["budget"] for x in self._caches()]
             own["budget"] = known[0] if known else {"bytes": self._shared.budget.bytes}
         summary = self._summary()
-        return {**stats, "spec": summary.spec, "tokens": summary.tokens, **own}
+        return Figures({**stats, "spec": summary.spec, "tokens": summary.tokens, **own})
 
 
 def recipe_of(held: Snapshot, model: Any) -> Any:
