@@ -68,6 +68,8 @@ def test_h_is_help(name):
     ("eval none --output_path x", "write: kvpact eval … --out VALUE"),
     ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
     ("chat smollm2 --system pirate", "leave it out: begin your first line with it"),
+    ("store ls", "write: kvpact store ls [OPTIONS] STORE"),
+    ("doctor smollm2", "write: kvpact doctor [OPTIONS]"),
     ("trellis:bits=4", "a command stands first"),
     ("generate smollm2 hello", "a text stands in quotes, all else by name: --model and --spec"),
 ])  # fmt: skip

@@ -25,6 +25,7 @@ from kvpact.integrations.transformers.versions import cache_of, named
 BERT = BertConfig(
     hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
 )
+IDS = torch.arange(4)[None]
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +198,15 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.load_model('smollm2', 'bfloat16')": "write: kvpact.load_model(name_or_path, dtype=...)",
     "kvpact.calibration_of(model, specs='pca')": "write: kvpact.calibration_of(model, ",
     "kvpact.Snapshot(kvpact.CompressedCache(model))": "write: cache.snapshot()",
-    "kvpact.CompressedCache(model).save('a.kv', overwrite=True)": "force=True replaces any file",
+    "kvpact.CompressedCache(model).save('a.kv', overwrite=True)": "cache.save has force=True",
     "kvpact.CompressedCache(model, {'a': 'int4'})": "stand in a list, ['trellis:bits=4', ",
+    "kvpact.load_model('smollm2', dtype=torch.int8)": "take one of float32, bfloat16, float16",
+    "kvpact.stores.open_store('kv', max_size=1)": "it is DirectoryStore(path, max_bytes=..., ttl",
+    "model.generate(IDS, use_cache=False, **named(kvpact.CompressedCache(model)))":
+        "write: generate(..., use_cache=True, cache=cache), or without a cache",
+    "kvpact.CompressedCache(model).save('~/a.kv')": "write: Path(path).expanduser()",
+    "kvpact.CompressedCache(model, 'int:bits=4:group=8')": "options stand apart by commas",
+    "kvpact.CompressedCache(model, exact_layers=[0])": "a recipe has specs by layer; write: ",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip

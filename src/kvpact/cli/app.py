@@ -146,6 +146,9 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f"{text}; a text stands in quotes, all else by name: {' and '.join(sorted(named))}"
     if context is None:
         return text
+    if "unexpected extra argument" in text or text.startswith("Missing argument"):
+        words = " ".join(context.command.collect_usage_pieces(context))
+        return f"{text}; write: {context.command_path} {words.replace('{', '').replace('}', '')}"
     known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]
     if text.startswith("No such") and "Did you" not in text:
         return f"{text.partition(' (P')[0]}; {context.command_path} has {', '.join(sorted(known))}"

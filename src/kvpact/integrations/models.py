@@ -121,10 +121,11 @@ def load_model(
     any of `others`, too: transformers' own options are not taken.
     """
     for name in others:
-        line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), of transformers"
+        line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), if transformers has it"
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
         raise KVPactError(f"load_model has no option {name!r}; write: {line}")
-    dtype = dtype_of(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if dtype != "auto" and not getattr(dtype, "is_floating_point", False):
+        dtype = dtype_of(str(dtype).removeprefix("torch."))
     place = _ModelPlace.of(name_or_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -55,7 +55,7 @@ from kvpact.integrations.weights import input_device
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, LayerState, Snapshot
+from kvpact.snapshot import LayerState, Snapshot
 from kvpact.snapshot.state import CacheState
 from kvpact.spec import OMITTED, Omitted, Spec
 
@@ -235,22 +235,15 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
-    @tells_call("cache.save(path); force=True replaces any file, others are of cache.snapshot")
-    def save(
-        self,
-        path: str | PathLike[str],
-        *,
-        force: bool = False,
-        token_ids: torch.Tensor | None = None,
-        identity: Identity | None = None,
-    ) -> None:
-        """Write a snapshot as a file, which `load` reads; others and errors are of `snapshot`.
+    @tells_call("cache.save(path)")
+    def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
+        """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
 
         An earlier snapshot is replaced; any other file is with `force`, else a `SnapshotError`.
         """
         if not force and is_of_others(path, Snapshot.open):
             raise SnapshotError(f"{path} is no snapshot: save to another path, or with force=True")
-        self.snapshot(token_ids=token_ids, identity=identity).save(path)
+        self.snapshot(**more).save(path)
 
     @classmethod
     @tells_call("CompressedCache.load(path, model)")
@@ -283,7 +276,8 @@ class CompressedCache(Evicting):
         geometry = state.geometry
         shared, layers = self._shared, len(self._shared.specs)
         if geometry.num_layers != layers:
-            raise GeometryError(f"{geometry.num_layers} layers, the model compresses {layers}")
+            layout = f"{geometry.num_layers} layers, the model compresses {layers}"
+            raise GeometryError(f"{layout}: restore it to a cache of the model that it was of")
         for held in self._caches():
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:

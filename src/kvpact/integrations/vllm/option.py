@@ -29,7 +29,8 @@ def offer(register: Callable[[], None]) -> bool:
 
     def create(self: Any, *given: Any, **named: Any) -> Any:
         asked = str(self.kv_cache_dtype).lower() == DTYPE
-        if ":" in (text := str(self.kv_cache_dtype)) and is_spec(text):
+        text = str(self.kv_cache_dtype).removeprefix(f"{DTYPE}:")
+        if ":" in text and is_spec(text):
             text = str(parse_spec(text).with_options(sinks=0))
             line = f"kv_cache_dtype={DTYPE!r}, after os.environ[{SETTING!r}] = {text!r}"
             raise SpecError(f"a spec is no kv_cache_dtype; write: {line}")

@@ -17,17 +17,8 @@ from kvpact.registry import known_names
 from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, is_spec, parse_spec
 
 _OPTIONS = (
-    "attention",
-    "exact_new",
-    "backend",
-    "check",
-    "key_offsets",
-    "calibration",
-    "k_eq_v",
-    "sliding",
-    "budget",
-    "rungs",
-    "context",
+    *("attention", "exact_new", "backend", "check", "key_offsets", "calibration", "k_eq_v"),
+    *("sliding", "budget", "rungs", "context"),
 )
 _SIDES = {
     pattern.format(side): index
@@ -66,7 +57,7 @@ _OPTION_LINES = {
     "a cache is where its model is; write: model.to({value!r}); {maker}(model)": "device",
     "a cache stays with its model: leave it out": "offload offloading",
     "a recipe has specs by layer; write: {maker}(model, {{'default': 'trellis:bits=4', 'layers': "
-    "{{0: 'none'}}}})": "kv_cache_dtype_skip_layers skip_layers",
+    "{{0: 'none'}}}})": "exact_layers kv_cache_dtype_skip_layers skip_layers",
     "all tokens are kept, in fewer bits; write: {maker}(model, bits=3)": "compression_ratio",
     "as HQQ does write: {maker}(model, 'int:bits=4,group=64')": "axis_key axis_value",
     "kvpact uses torch's threads; write: torch.set_num_threads({value!r})": "n_threads num_threads "
