@@ -57,6 +57,7 @@ def test_h_is_help(name):
     ("eval --specs none", "write: kvpact eval … SPEC"),
     ("generate x --stop .", "No such option: --stop; kvpact generate has --budget, --calib"),
     ("snapshot load x", "No such command 'load'; kvpact snapshot has restore, save, show"),
+    ("llama-cpp --model m.gguf", 'write: eval "$(kvpact llama-cpp)", then the program'),
     ("llama-cpp llama-server", 'write: eval "$(kvpact llama-cpp)", then the program'),
     ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
     ("generate x -m smollm2", "write: kvpact generate … --model VALUE"),
