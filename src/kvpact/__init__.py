@@ -74,46 +74,6 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_LINES = {
-    "CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
-    "DynamicCache HQQQuantizedCache QuantizedCache QuantoQuantizedCache",
-    "CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache",
-    "CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
-    "KVCacheCompressor(spec)": "Compressor",
-    "PagedKVCache(spec, geometry, num_pages); for a model of transformers, "
-    "kvpact.integrations.transformers.PagedBatch(model.config, cache)": "PagedAttention PagedCache",
-    "__version__": "version",
-    "calibration_of(model, spec, tokenizer=tokenizer)": "calibrate",
-    "data.book_path().read_text('utf-8'), a novel; or a text of yours": "load_dataset",
-    "data.model_table()['models'], those that kvpact.size knows": "list_models",
-    "enable(model)": "apply compress get_kvpact_model get_peft_model patch quantize wrap",
-    "evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/lm-eval"
-    ".md": "benchmark compute_perplexity perplexity simple_evaluate",
-    "integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
-    "load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
-    "AutoTokenizer load_tokenizer",
-    "parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
-}
-_MEANT = {
-    **{name: f"kvpact.{line}" for line, names in _LINES.items() for name in names.split()},
-    **dict.fromkeys(
-        ("delete_calibration", "list_calibrations", "remove_calibration"),
-        "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names",
-    ),
-    **dict.fromkeys(
-        ("get_num_threads", "set_num_threads"), "torch.set_num_threads(4); kvpact's are torch's"
-    ),
-    **dict.fromkeys(
-        ("LLM", "SamplingParams"), "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)"
-    ),
-    **{
-        name: f"from kvpact.cache import {name}"
-        for name in ("ContiguousCache", "EngineCache", "KVSnapshot", "PagedView")
-    },
-    "from_pretrained": "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)",
-    "generate": "model.generate(**inputs, cache=kvpact.CompressedCache(model))",
-    "save": "cache.save(path)",
-}
 _VARIABLES = (
     *("CACHE", "GGML_ALL", "GGML_COUNT", "GGML_F16", "GGML_LIBRARY", "GGML_SIMD", "MALLOC"),
     *("NATIVE", "SIMD", "STORE_PASSWORD", "VLLM_CALIBRATION", "VLLM_SPEC"),
@@ -124,8 +84,6 @@ for _name in {x for x in environ if x.startswith("KVPACT_")} - {f"KVPACT_{x}" fo
         "CompressedCache(model, spec, backend=...), and for threads OMP_NUM_THREADS",
         stacklevel=2,
     )
-"""Corrections of names that are guessed, or stand elsewhere."""
-
 if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
     _missing = "" if find_spec("transformers") else "kvpact.integrations.transformers"
     __all__ = ["errors", "evaluate", "recommend", *(x for x, y in _HOMES.items() if y != _missing)]
@@ -137,16 +95,9 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
         elif not name.startswith("_") and find_spec(f"kvpact.{name}") is not None:
             return import_module(f"kvpact.{name}")
         else:
-            from difflib import get_close_matches  # takes as long as all else here
+            from kvpact.callable_package import absent  # takes as long as all else here
 
-            near = get_close_matches(name, {*_HOMES, *__all__}, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            meant = next((end for end in ("Press", "Config") if name.endswith(end)), name)
-            hint = f"; write: {_MEANT[meant]}" if meant in _MEANT else hint
-            # ``from kvpact import name`` looks here first, and would drop an AttributeError's text.
-            asked = _getframe(1).f_code.co_name == "_handle_fromlist"
-            error = ImportError if asked and hint else AttributeError
-            raise error(f"module 'kvpact' has no attribute {name!r}{hint}")
+            raise absent("kvpact", name, _getframe(1))
         globals()[name] = found
         return found
 

@@ -5,14 +5,48 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
-from types import ModuleType
+from importlib import import_module
+from importlib.util import find_spec
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from kvpact.errors import KVPactError
+from kvpact.errors import BackendUnavailable, KVPactError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+_PLACES = "cache stores snapshot prefixes evaluate recommend data errors integrations.transformers"
+_LINES = {
+    "cache.save(path)": "save",
+    "kvpact.CompressedCache(model, 'int:bits=4,group=64'); all options stand in the spec": "Config "
+    "DynamicCache HQQQuantizedCache QuantizedCache QuantoQuantizedCache",
+    "kvpact.CompressedCache(model); the cache without compression is kvpact.cache's": "KVCache "
+    "KVPactCache",
+    "kvpact.CompressedCache.load(path, model), or kvpact.Snapshot.load(path)": "load",
+    "kvpact.KVCacheCompressor(spec)": "Compressor",
+    "kvpact.PagedKVCache(spec, geometry, num_pages); for a model of transformers, kvpact."
+    "integrations.transformers.PagedBatch(model.config, cache)": "PagedAttention PagedCache",
+    "kvpact.__version__": "version",
+    "kvpact.calibration_of(model, spec, tokenizer=tokenizer)": "calibrate",
+    "kvpact.data.book_path().read_text('utf-8'), a novel; or a text of yours": "load_dataset",
+    "kvpact.data.model_table()['models'], those that kvpact.size knows": "list_models",
+    "kvpact.enable(model)": "apply compress get_kvpact_model get_peft_model patch quantize wrap",
+    "kvpact.evaluate(model, spec, text, tokenizer=tokenizer); for tasks of lm_eval see docs/guides/"
+    "lm-eval.md": "benchmark compute_perplexity perplexity simple_evaluate",
+    "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
+    "kvpact.load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
+    "AutoTokenizer load_tokenizer",
+    "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
+    "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)": "from_pretrained",
+    "model.generate(**inputs, cache=kvpact.CompressedCache(model))": "generate",
+    "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names": "delete_"
+    "calibration list_calibrations remove_calibration",
+    "torch.set_num_threads(4); kvpact's are torch's": "get_num_threads set_num_threads",
+    "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
+}
+_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
+"""Corrections of names that are guessed."""
 
 
 class CallError(KVPactError, TypeError):
@@ -22,7 +56,8 @@ class CallError(KVPactError, TypeError):
 def call_line(name: str, function: Callable[..., Any]) -> str:
     """Return a call of a function as a line, with all of its parameters."""
     own = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
-    words = [x.name + "=..." * (x.kind is x.KEYWORD_ONLY) for x in own if x.name != "options"]
+    own = [x for x in own if x.kind is not x.VAR_KEYWORD]
+    words = [x.name + "=..." * (x.kind is x.KEYWORD_ONLY) for x in own]
     return f"{name}({', '.join(words)})"
 
 
@@ -40,13 +75,63 @@ class Told:
             return getattr(self, str(name))
 
 
-def let_call(package: str, function: Callable[..., Any]) -> None:
-    """Let calls of an imported package, by its name, be calls of a function."""
-    own, line = inspect.signature(function), call_line(package, function)
-    call = tells_call(line)(function)
-    body = {"__call__": staticmethod(call), "__signature__": property(lambda package: own)}
-    kind = type("CallablePackage", (ModuleType,), body)
+def absent(package: str, name: str, caller: FrameType) -> Exception:
+    """Return the error of a name that a package does not have; it says where, or what else is."""
+    from difflib import get_close_matches
+
+    own, root = vars(sys.modules[package]).get("__all__", []), sys.modules["kvpact"].__all__
+    meant, hint = next((end for end in ("Press", "Config") if name.endswith(end)), name), ""
+    if meant in _MEANT:
+        hint = f"; write: {_MEANT[meant]}"
+    elif place := "" if name.startswith("_") else _place_of(name):
+        hint = f"; write: from {place} import {name}"
+    elif near := get_close_matches(name, own, n=1) or get_close_matches(name, root, n=1):
+        hint = f"; did you mean {near[0]!r}" + " of kvpact" * (near[0] not in own) + "?"
+    elif own and not name.startswith("_"):
+        hint = f"; it has {', '.join(own)}"
+    # ``from package import name`` looks here first, and would drop an AttributeError's text.
+    asked = caller.f_code.co_name == "_handle_fromlist"
+    error = ImportError if asked and hint else AttributeError
+    return error(f"module {package!r} has no attribute {name!r}{hint}")
+
+
+def _place_of(name: str) -> str:
+    """Return the package that has a name, or nothing."""
+    if name in sys.modules["kvpact"].__all__:
+        return "kvpact"
+    with suppress(BackendUnavailable):  # the last one needs transformers
+        places = (f"kvpact.{x}" for x in _PLACES.split())
+        return next((x for x in places if name in vars(import_module(x))), "")
+    return ""
+
+
+class _Telling(ModuleType):
+    """A package that imports what stands below it, and says where other names are."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            below = f"{self.__name__}.{name}"
+            if not name.startswith("_") and find_spec(below) is not None:
+                return import_module(below)
+            raise absent(self.__name__, name, sys._getframe(1))
+
+
+def let_tell(package: str, call: Callable[..., Any] | None = None) -> None:
+    """Let a package say where names are that it does not have, and its calls be a function's."""
+    kind: type = _Telling
+    if call is not None:
+        own, told = inspect.signature(call), tells_call(call_line(package, call))(call)
+        body = {"__call__": staticmethod(told), "__signature__": property(lambda package: own)}
+        kind = type("CallablePackage", (_Telling,), body)
     sys.modules[package].__class__ = kind
+
+
+class Figures(dict[str, Any]):
+    """Figures by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name: object) -> Any:
+        raise KeyError(f"there is no {name!r}; there are {', '.join(self)}")
 
 
 class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be read more slowly

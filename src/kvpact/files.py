@@ -20,6 +20,8 @@ def check_path(path: object) -> None:
     """Raise `DtypeError` for anything but a path."""
     if not isinstance(path, str | PathLike):
         raise DtypeError(f"a path such as 'chat.kv' should stand here, not {type(path).__name__}")
+    if str(path).startswith("~/"):
+        raise KVPactError(f"{path}: a tilde is the shell's; write: Path(path).expanduser()")
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:

@@ -55,7 +55,8 @@ def load_recipe(source: SpecLike) -> Mapping[str, Any]:
     if set(recipe) - _KEYS or "default" not in recipe or not tables:
         raise SpecError(
             "a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec), "
-            "'num_layers', 'ladder' and 'measured' (tables), and nothing else"
+            "'num_layers', 'ladder' and 'measured' (tables), and nothing else; several specs to "
+            "compare stand in a list, ['trellis:bits=4', 'int:bits=8']"
         )
     return recipe
 

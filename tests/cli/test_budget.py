@@ -4,6 +4,8 @@ import json
 
 from commands import bad, good
 
+from kvpact.cli.inputs import candidate_of
+
 BUDGET = "350kB"
 
 
@@ -49,3 +51,9 @@ def test_generate_and_snapshots_stay_within_a_budget(model_folder, book_text, tm
     assert "--prefix-store can't go with --budget" in bad("generate", *args, "--prefix-store", "x")
     assert "no number of bytes" in bad("generate", "a", "--budget", "much")
     assert "add context=" in bad("generate", "a", "--budget", "25%", "--model", model_folder)
+
+
+def test_a_named_default_is_what_a_budget_begins_with():
+    labels = [candidate_of(spec, budget="1MB").label for spec in (None, "trellis:bits=4")]
+    assert labels == ["budget=1MB", "trellis:bits=4 budget=1MB"]
+    assert candidate_of(None).label == "trellis:bits=4"

@@ -57,6 +57,7 @@ def test_h_is_help(name):
     ("eval --specs none", "write: kvpact eval … SPEC"),
     ("generate x --stop .", "No such option: --stop; kvpact generate has --budget, --calib"),
     ("snapshot load x", "No such command 'load'; kvpact snapshot has restore, save, show"),
+    ("llama-cpp --model m.gguf", 'write: eval "$(kvpact llama-cpp)", then the program'),
     ("llama-cpp llama-server", 'write: eval "$(kvpact llama-cpp)", then the program'),
     ("eval smollm2", "'smollm2' is a model and no spec; write: trellis:bits=4 --model smollm2"),
     ("generate x -m smollm2", "write: kvpact generate … --model VALUE"),
@@ -68,6 +69,8 @@ def test_h_is_help(name):
     ("eval none --output_path x", "write: kvpact eval … --out VALUE"),
     ("eval none --tasks hellaswag", "lm_eval's stand in docs/guides/lm-eval.md"),
     ("chat smollm2 --system pirate", "leave it out: begin your first line with it"),
+    ("store ls", "write: kvpact store ls [OPTIONS] STORE"),
+    ("doctor smollm2", "write: kvpact doctor [OPTIONS]"),
     ("trellis:bits=4", "a command stands first"),
     ("generate smollm2 hello", "a text stands in quotes, all else by name: --model and --spec"),
 ])  # fmt: skip

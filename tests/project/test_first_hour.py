@@ -1,6 +1,7 @@
 """What a newcomer types without reading: each line works, or its error names the line to write."""
 
 import copy
+import inspect
 import json
 import math
 
@@ -13,6 +14,7 @@ from transformers import (  # noqa: F401
     BertModel,
     DynamicCache,
     Gemma3ForCausalLM,
+    GenerationMixin,
     LlamaForCausalLM,
     QuantizedCache,
 )
@@ -25,6 +27,9 @@ from kvpact.integrations.transformers.versions import cache_of, named
 BERT = BertConfig(
     hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9
 )
+IDS = torch.arange(4)[None]
+# Whether this transformers tells a cache that a caller has passed it.
+TOLD = "_is_user_defined" in inspect.getsource(GenerationMixin._prepare_cache_for_generation)
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +199,18 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.disable()": "write: kvpact.disable(model)",
     "kvpact.recode(kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)), 'int8')":
         "write: cache.snapshot()",
+    "kvpact.load_model('smollm2', 'bfloat16')": "write: kvpact.load_model(name_or_path, dtype=...)",
+    "kvpact.calibration_of(model, specs='pca')": "write: kvpact.calibration_of(model, ",
+    "kvpact.Snapshot(kvpact.CompressedCache(model))": "write: cache.snapshot()",
+    "kvpact.CompressedCache(model).save('a.kv', overwrite=True)": "cache.save has force=True",
+    "kvpact.CompressedCache(model, {'a': 'int4'})": "stand in a list, ['trellis:bits=4', ",
+    "kvpact.load_model('smollm2', dtype=torch.int8)": "take one of float32, bfloat16, float16",
+    "kvpact.stores.open_store('kv', max_size=1)": "it is DirectoryStore(path, max_bytes=..., ttl",
+    **({"model.generate(IDS, use_cache=False, **named(kvpact.CompressedCache(model)))":
+        "write: generate(..., use_cache=True, cache=cache), or without a cache"} if TOLD else {}),
+    "kvpact.CompressedCache(model).save('~/a.kv')": "write: Path(path).expanduser()",
+    "kvpact.CompressedCache(model, 'int:bits=4:group=8')": "options stand apart by commas",
+    "kvpact.CompressedCache(model, exact_layers=[0])": "a recipe has specs by layer; write: ",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
 }.items())  # fmt: skip
@@ -236,6 +253,12 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
         "load": "CompressedCache.load(path, model)", "LLM": "LLM(model, kv_cache_dtype='kvpact'",
         "list_models": "kvpact.data.model_table()", "load_dataset": "kvpact.data.book_path()",
     }.items()},
+    "kvpact.cache.CompressedCache": "'kvpact.cache' has no attribute 'CompressedCache'; write: "
+        "from kvpact import CompressedCache",
+    "kvpact.evaluate.open_store": "; write: from kvpact.stores import open_store",
+    "kvpact.integrations.transformers.KVPactCache": "; write: kvpact.CompressedCache(model)",
+    "kvpact.data.book": "; did you mean 'book_path'?", "kvpact.stores.Zzz": "; it has Background",
+    "kvpact.stores.open_store('memory://').__setitem__": "; write: store.put(key, blob)",
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",
     "kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)).append": "cache.attend(layer, q=q",
@@ -279,6 +302,8 @@ def test_a_cache_tells_what_it_holds(model):
     assert repr(kvpact.KVCacheCompressor("int4")) == "<KVCacheCompressor int:bits=4>"
     assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
     empty = cache.stats()
+    with pytest.raises(KeyError, match=r"no 'compression'; there are .*bits_per_value, "):
+        empty["compression"]
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], **named(cache))

@@ -12,6 +12,7 @@ from kvpact.cache.protocol import EngineCache
 from kvpact.cache.recode import recode
 from kvpact.cache.stats import bytes_per_token, planned_bytes, stream_facts, unplanned
 from kvpact.cache.stream.codecs import cache_specs
+from kvpact.callable_package import let_tell
 
 __all__ = [
     "ContiguousCache",
@@ -33,3 +34,5 @@ __all__ = [
     "stream_facts",
     "unplanned",
 ]
+
+let_tell(__name__)

@@ -140,12 +140,15 @@ def _usage(error: Any, typed: list[str]) -> str:
         return f"No such option: {option}; write: {context.command_path} … {value}"
     if plain in NEEDLESS:
         return f"No such option: {option}; leave it out: {NEEDLESS[plain]}"
-    if text.startswith("No such command") and " llama-cpp" in context.command_path:
+    if text.startswith("No such") and context.command_path.endswith(" llama-cpp"):
         return f'{text}; write: eval "$(kvpact llama-cpp)", then the program by itself'
     if "unexpected extra argument" in text and (named := names & {"--model", "--spec"}):
         return f"{text}; a text stands in quotes, all else by name: {' and '.join(sorted(named))}"
     if context is None:
         return text
+    if "unexpected extra argument" in text or text.startswith("Missing argument"):
+        words = " ".join(context.command.collect_usage_pieces(context))
+        return f"{text}; write: {context.command_path} {words.replace('{', '').replace('}', '')}"
     known = [*getattr(context.command, "commands", {x for x in names if x.startswith("--")})]
     if text.startswith("No such") and "Did you" not in text:
         return f"{text.partition(' (P')[0]}; {context.command_path} has {', '.join(sorted(known))}"

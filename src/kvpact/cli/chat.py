@@ -23,7 +23,7 @@ _ENDS = "/exit", "/quit", "/bye"
 
 def chat(
     model: str = options.MODEL_ARGUMENT,
-    spec: str = options.SPEC,
+    spec: str | None = options.SPEC,
     budget: str | None = options.BUDGET,
     max_new_tokens: int = typer.Option(512, min=1, help="Maximum number of tokens of an answer."),
     temperature: float = options.TEMPERATURE,

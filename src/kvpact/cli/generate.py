@@ -72,7 +72,7 @@ class TextStream:
 def generate(
     prompt: str | None = typer.Argument(None, help="Text to continue."),
     file: Path | None = options.FILE,
-    spec: str = options.SPEC,
+    spec: str | None = options.SPEC,
     sliding: str | None = options.SLIDING,
     budget: str | None = options.BUDGET,
     model: str = options.MODEL,

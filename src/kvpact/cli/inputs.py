@@ -128,18 +128,20 @@ def require(*packages: str, extra: str) -> None:
         raise BackendUnavailable(f"{names} not installed; pip install 'kvpact[{extra}]'")
 
 
-def candidate_of(spec: str, sliding: str | None = None, budget: str | None = None) -> Candidate:
+def candidate_of(
+    spec: str | None, sliding: str | None = None, budget: str | None = None
+) -> Candidate:
     """Return a spec or recipe; a bad spec or budget is refused now, before a model is loaded."""
     from kvpact.evaluate import Candidate
     from kvpact.integrations.models import PACKAGED
 
+    spec = spec or (DEFAULT_SPEC if budget is None else "none")
     if spec in PACKAGED or spec in model_table()["models"] or Path(spec, "config.json").exists():
         raise InputError(f"{spec!r} is a model and no spec; write: {DEFAULT_SPEC} --model {spec}")
     if budget is not None:
         from kvpact.cache.budget.budget import budget_of
 
         budget_of(budget, ())
-        spec = "none" if spec == DEFAULT_SPEC else spec
     candidate = Candidate(spec, sliding=sliding, budget=budget)
     candidate.sliding_spec()
     if candidate.is_recipe:

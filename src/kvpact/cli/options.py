@@ -57,7 +57,11 @@ MODEL_ARGUMENT = typer.Argument(
 )
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
 THREADS = optional("CPU threads; torch's default if omitted.")
-SPEC = typer.Option(DEFAULT_SPEC, help="Spec or recipe of the cache.", autocompletion=complete_spec)
+SPEC = optional(
+    metavar="SPEC",
+    help=f"Spec or recipe of the cache; {DEFAULT_SPEC} if omitted.",
+    autocompletion=complete_spec,
+)
 SLIDING = optional(
     metavar="SPEC",
     help="Pack layers with sliding attention, too, by this spec; they stay exact if omitted.",

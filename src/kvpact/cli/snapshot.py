@@ -33,7 +33,7 @@ def save(
     ),
     force: bool = options.FORCE,
     prompt_tokens: int | None = options.PROMPT_TOKENS,
-    spec: str = options.SPEC,
+    spec: str | None = options.SPEC,
     sliding: str | None = options.SLIDING,
     budget: str | None = options.BUDGET,
     model: str = options.MODEL,

@@ -25,7 +25,10 @@ from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
 
-@tells_names({"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"})
+@tells_names(
+    {"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"},
+    "KVCacheCompressor(spec)",
+)
 class KVCacheCompressor:
     """Compresses K and V of a layer as a whole.
 

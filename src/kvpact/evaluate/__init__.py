@@ -1,6 +1,6 @@
 """Quality on a real model: perplexity and KL divergence, teacher-forced through the cache."""
 
-from kvpact.callable_package import let_call
+from kvpact.callable_package import let_tell
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
 from kvpact.evaluate.contender import Contender
@@ -53,4 +53,4 @@ __all__ = [
     "write_report",
 ]
 
-let_call(__name__, evaluate_text)
+let_tell(__name__, evaluate_text)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from kvpact.callable_package import tells_call
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
 from kvpact.files import bytes_of, share_of
@@ -103,6 +104,7 @@ GEMMA3 = PackagedModel(
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
+@tells_call()
 def load_model(
     name_or_path: str | os.PathLike[str] = SMOLLM2.name,
     *,
@@ -119,10 +121,11 @@ def load_model(
     any of `others`, too: transformers' own options are not taken.
     """
     for name in others:
-        line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), of transformers"
+        line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), if transformers has it"
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
         raise KVPactError(f"load_model has no option {name!r}; write: {line}")
-    dtype = dtype_of(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if dtype != "auto" and not getattr(dtype, "is_floating_point", False):
+        dtype = dtype_of(str(dtype).removeprefix("torch."))
     place = _ModelPlace.of(name_or_path)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,6 +1,6 @@
 """Recommendation of a spec, or a recipe of specs by layer: KL predicted from gradients."""
 
-from kvpact.callable_package import let_call
+from kvpact.callable_package import let_tell
 from kvpact.recommend.base import Measured, RecipePlan, Recommendation, RecommendationError
 from kvpact.recommend.budget import allocate, budget_bytes
 from kvpact.recommend.files import write_recommendation
@@ -25,4 +25,4 @@ __all__ = [
     "write_recommendation",
 ]
 
-let_call(__name__, recommend)
+let_tell(__name__, recommend)

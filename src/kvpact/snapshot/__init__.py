@@ -1,5 +1,6 @@
 """The state of a cache as a file: checked, readable in slices, without pickle."""
 
+from kvpact.callable_package import let_tell
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.manifest import Manifest
 from kvpact.snapshot.snapshot import Snapshot
@@ -17,3 +18,5 @@ __all__ = [
     "StreamState",
     "token_hash",
 ]
+
+let_tell(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.callable_package import Told
-from kvpact.errors import FormatError, GeometryError, MismatchError
+from kvpact.errors import FormatError, GeometryError, MismatchError, SnapshotError
 from kvpact.files import open_regular
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
@@ -51,6 +51,8 @@ class Snapshot(Told):
     """
 
     def __init__(self, container: Container) -> None:
+        if not isinstance(container, Container):
+            raise SnapshotError("write: cache.snapshot(), or kvpact.Snapshot.load(path)")
         self._container = container
         self.manifest: Manifest = read_manifest(container.manifest)
         if container.version not in self.manifest.versions:

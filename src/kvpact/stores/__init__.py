@@ -3,6 +3,7 @@
 `open_store` opens any of them by URL. A store knows nothing of caches.
 """
 
+from kvpact.callable_package import let_tell
 from kvpact.stores.background import BackgroundStore
 from kvpact.stores.base import GCReport, Store, StoreStats, StoreWarning
 from kvpact.stores.directory import DirectoryStore
@@ -27,3 +28,5 @@ __all__ = [
     "StoreWarning",
     "open_store",
 ]
+
+let_tell(__name__)

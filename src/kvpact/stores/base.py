@@ -10,6 +10,7 @@ from importlib import import_module
 from os import PathLike
 from typing import Any, Self
 
+from kvpact.callable_package import tells_names
 from kvpact.errors import BackendUnavailable, DtypeError, StoreError, StoreKeyError
 
 Key = str | bytes
@@ -194,6 +195,10 @@ class Store(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_MEANT = {"__setitem__": "store.put(key, blob)", "__getitem__": "store.get(key)"}
+tells_names(_MEANT)(Store)  # type: ignore[type-abstract]
 
 
 class ManyStore(Store):

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from kvpact.callable_package import call_line
 from kvpact.errors import StoreError
 from kvpact.stores.background import BackgroundStore
 from kvpact.stores.base import Store
@@ -53,10 +54,11 @@ def open_store(
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "memory" and rest:
         raise StoreError(f"{text}: a memory store has no name; use memory://")
+    kind, *given = _kind_of(scheme if separator else "", text)
     try:
-        store = _open(scheme if separator else "", text, options)
+        store = kind(*given, **options)
     except TypeError as error:
-        raise StoreError(f"{error}; see the store's class for its options") from error
+        raise StoreError(f"{error}; it is {call_line(kind.__name__, kind)}") from error
     try:
         if secret is not None:
             store = EncryptedStore(store, secret)
@@ -66,22 +68,23 @@ def open_store(
         raise
 
 
-def _open(scheme: str, text: str, options: dict[str, Any]) -> Store:
+def _kind_of(scheme: str, text: str) -> tuple[Any, ...]:
+    """Return the class of a store, and what it is made of."""
     if not scheme:
-        return DirectoryStore(text, **options)
+        return DirectoryStore, text
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{text}: a path begins after file://, with a third slash")
-        return DirectoryStore(url2pathname(parts.path), **options)
+        return DirectoryStore, url2pathname(parts.path)
     if scheme in ("dir", "directory", "folder", "path"):
         raise StoreError(
             f"{text}: a folder is named by its path; write: open_store({text[len(scheme) + 3 :]!r})"
         )
     if scheme == "memory":
-        return MemoryStore(**options)
+        return (MemoryStore,)
     if scheme in ("redis", "rediss", "unix"):
-        return RedisStore(text, **options)
+        return RedisStore, text
     if scheme == "mooncake":
-        return MooncakeStore(text, **options)
-    return FsspecStore(text, **options)
+        return MooncakeStore, text
+    return FsspecStore, text

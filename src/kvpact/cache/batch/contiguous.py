@@ -30,7 +30,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.cache.stream.codecs import Calibration, layer_codecs, states_of
-from kvpact.callable_package import tells_names
+from kvpact.callable_package import Figures, tells_names
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
@@ -408,4 +408,4 @@ class ContiguousCache(Evictable, BatchRows):
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""
-        return cache_stats(self._layers, self.layout, self.compute)
+        return Figures(cache_stats(self._layers, self.layout, self.compute))

@@ -4,6 +4,7 @@ Before transformers 5.24 that argument is called `past_key_values=`. `enable` le
 `generate` make a cache by itself, and `PagedBatch` is for sequences of a `PagedKVCache`.
 """
 
+from kvpact.callable_package import let_tell
 from kvpact.errors import BackendUnavailable
 
 try:
@@ -43,3 +44,4 @@ __all__ = [
 ]
 
 register_attention()  # so that attn_implementation="kvpact" can be named before a cache is made
+let_tell(__name__)

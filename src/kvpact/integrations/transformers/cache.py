@@ -15,7 +15,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_call, tells_names
+from kvpact.callable_package import Figures, tells_call, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import check_path, is_of_others
 from kvpact.integrations.transformers import versions
@@ -276,7 +276,8 @@ class CompressedCache(Evicting):
         geometry = state.geometry
         shared, layers = self._shared, len(self._shared.specs)
         if geometry.num_layers != layers:
-            raise GeometryError(f"{geometry.num_layers} layers, the model compresses {layers}")
+            layout = f"{geometry.num_layers} layers, the model compresses {layers}"
+            raise GeometryError(f"{layout}: restore it to a cache of the model that it was of")
         for held in self._caches():
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
@@ -375,7 +376,7 @@ class CompressedCache(Evicting):
             known = [x.stats()["budget"] for x in self._caches()]
             own["budget"] = known[0] if known else {"bytes": self._shared.budget.bytes}
         summary = self._summary()
-        return {**stats, "spec": summary.spec, "tokens": summary.tokens, **own}
+        return Figures({**stats, "spec": summary.spec, "tokens": summary.tokens, **own})
 
 
 def recipe_of(held: Snapshot, model: Any) -> Any:

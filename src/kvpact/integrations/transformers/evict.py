@@ -4,11 +4,13 @@ What is left keeps the positions it was computed with, and the next token takes 
 would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
 """
 
+from sys import _getframe
 from typing import Any
 
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache
+from kvpact.callable_package import tells_call
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers.engine_cache import TransformersCache
@@ -20,6 +22,16 @@ from kvpact.snapshot import Identity, RecordState, Snapshot
 
 class Evicting(TransformersCache):
     """The tokens of a model's layers, with `evict` and `compact`: positions stay as they are."""
+
+    def _take(self, given: bool) -> None:
+        """Let `generate` note, once a call, that it was given this cache; or refuse the call."""
+        config = _getframe(1).f_locals.get("generation_config")
+        if getattr(config, "use_cache", None) is False:
+            line = "generate(..., use_cache=True, cache=cache), or without a cache"
+            raise KVPactError(f"use_cache=False would store all text at each step; write: {line}")
+        self._given = given
+
+    _is_user_defined = property(lambda self: vars(self).get("_given", False), _take)
 
     def evict(self, begin: int, end: int) -> None:
         """Forget the tokens at the positions ``begin <= t < end``, in all rows and layers.
@@ -142,6 +154,7 @@ class Evicting(TransformersCache):
     def _caches(self) -> list[ContiguousCache]:
         return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
 
+    @tells_call("cache.snapshot(token_ids=..., identity=...); cache.save has force=True, too")
     def snapshot(
         self, *, token_ids: Tensor | None = None, identity: Identity | None = None
     ) -> Snapshot:

@@ -28,8 +28,9 @@ def offer(register: Callable[[], None]) -> bool:
     make, add = arguments.create_engine_config, arguments.add_cli_args
 
     def create(self: Any, *given: Any, **named: Any) -> Any:
-        asked = self.kv_cache_dtype == DTYPE
-        if ":" in (text := str(self.kv_cache_dtype)) and is_spec(text):
+        asked = str(self.kv_cache_dtype).lower() == DTYPE
+        text = str(self.kv_cache_dtype).removeprefix(f"{DTYPE}:")
+        if ":" in text and is_spec(text):
             text = str(parse_spec(text).with_options(sinks=0))
             line = f"kv_cache_dtype={DTYPE!r}, after os.environ[{SETTING!r}] = {text!r}"
             raise SpecError(f"a spec is no kv_cache_dtype; write: {line}")
@@ -46,8 +47,9 @@ def offer(register: Callable[[], None]) -> bool:
                     chosen._cached_get_attn_backend.cache_clear()  # for an engine before this one
             register()
         try:
-            if asked and not hasattr(import_module("vllm.config.cache"), "register_kv_cache_dtype"):
-                self.kv_cache_dtype = "auto"  # 0.32 takes no names, and its pages are the same
+            if asked:  # 0.32 takes no names, and its pages are the same
+                names = hasattr(import_module("vllm.config.cache"), "register_kv_cache_dtype")
+                self.kv_cache_dtype = DTYPE if names else "auto"
             return make(self, *given, **named)
         finally:
             self.kv_cache_dtype = DTYPE if asked else self.kv_cache_dtype

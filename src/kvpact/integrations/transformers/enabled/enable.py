@@ -211,7 +211,7 @@ class _CacheMaker(_Hook):
 @tells_names(
     {"disable": "kvpact.disable(model)"}
     | dict.fromkeys(
-        ("config", "device", "eval", "forward", "generate", "to"),
+        ("__call__", "config", "device", "eval", "forward", "generate", "to"),
         "enable(model), then go on with the model itself, which is changed",
     )
 )

@@ -17,17 +17,8 @@ from kvpact.registry import known_names
 from kvpact.spec import DEFAULT_SPEC, EXACT, Spec, free_options, is_spec, parse_spec
 
 _OPTIONS = (
-    "attention",
-    "exact_new",
-    "backend",
-    "check",
-    "key_offsets",
-    "calibration",
-    "k_eq_v",
-    "sliding",
-    "budget",
-    "rungs",
-    "context",
+    *("attention", "exact_new", "backend", "check", "key_offsets", "calibration", "k_eq_v"),
+    *("sliding", "budget", "rungs", "context"),
 )
 _SIDES = {
     pattern.format(side): index
@@ -62,41 +53,26 @@ _LINES = {
 }
 CACHE_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Replacements of names that a `CompressedCache` does not have."""
-_LENGTHS = "max_batch_size", "max_cache_len", "max_length", "max_model_len", "max_seq_len", "n_ctx"
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("axis_key", "axis_value"), "as HQQ does write: {maker}(model, 'int:bits=4,group=64')"
-    ),
-    **dict.fromkeys(("offload", "offloading"), "a cache stays with its model: leave it out"),
-    "compression_ratio": "all tokens are kept, in fewer bits; write: {maker}(model, bits=3)",
-    "device": "a cache is where its model is; write: model.to({value!r}); {maker}(model)",
-    **dict.fromkeys(
-        ("compute_dtype", "dtype", "torch_dtype"), "the model's dtype is the cache's: leave it out"
-    ),
-    **dict.fromkeys(
-        ("batch_size", *_LENGTHS),
-        "the cache grows as needed, leave it out; for a limit in bytes write: {maker}(model, "
-        "budget='200MB')",
-    ),
-    **dict.fromkeys(
-        ("block_size", "num_pages", "page_size", "paged"),
-        "pages are held by PagedKVCache(spec, geometry, num_pages); a batch of its sequences is "
-        "kvpact.integrations.transformers.PagedBatch(model.config, cache)",
-    ),
-    **dict.fromkeys(
-        ("enable_prefix_caching", "prefix_cache", "prefix_caching"),
-        "write: kvpact.integrations.transformers.prefix_cache(store, model, cache)",
-    ),
-    **dict.fromkeys(
-        ("kv_cache_dtype_skip_layers", "skip_layers"),
-        "a recipe has specs by layer; write: {maker}(model, {{'default': 'trellis:bits=4', "
-        "'layers': {{0: 'none'}}}})",
-    ),
-    **dict.fromkeys(
-        ("n_threads", "num_threads", "threads"),
-        "kvpact uses torch's threads; write: torch.set_num_threads({value!r})",
-    ),
+_OPTION_LINES = {
+    "a cache is where its model is; write: model.to({value!r}); {maker}(model)": "device",
+    "a cache stays with its model: leave it out": "offload offloading",
+    "a recipe has specs by layer; write: {maker}(model, {{'default': 'trellis:bits=4', 'layers': "
+    "{{0: 'none'}}}})": "exact_layers kv_cache_dtype_skip_layers skip_layers",
+    "all tokens are kept, in fewer bits; write: {maker}(model, bits=3)": "compression_ratio",
+    "as HQQ does write: {maker}(model, 'int:bits=4,group=64')": "axis_key axis_value",
+    "kvpact uses torch's threads; write: torch.set_num_threads({value!r})": "n_threads num_threads "
+    "threads",
+    "pages are held by PagedKVCache(spec, geometry, num_pages); a batch of its sequences is kvpact."
+    "integrations.transformers.PagedBatch(model.config, cache)": "block_size num_pages page_size "
+    "paged",
+    "the cache grows as needed, leave it out; for a limit in bytes write: {maker}(model, budget="
+    "'200MB')": "batch_size max_batch_size max_cache_len max_length max_model_len max_seq_len "
+    "n_ctx",
+    "the model's dtype is the cache's: leave it out": "compute_dtype dtype torch_dtype",
+    "write: kvpact.integrations.transformers.prefix_cache(store, model, cache)": "prefix_cache "
+    "enable_prefix_caching prefix_caching",
 }
+_ELSEWHERE = {name: line for line, names in _OPTION_LINES.items() for name in names.split()}
 """Replacements of other libraries' options, to stand after the name of the option."""
 
 
@@ -120,7 +96,8 @@ def config_of(maker: str, model: Any, spec: Any) -> PreTrainedConfig:
         name = "..." if isinstance(model, tuple) else repr(str(model))
         line = f"model, tokenizer = kvpact.load_model({name}); {maker}(model)"
     else:
-        around = next((x for x in ("model", "module") if hasattr(model, x)), "")
+        parts = ("model", "module")
+        around = next((x for x in parts if isinstance(getattr(model, x, 0), Module)), "")
         name = {"model": "pipe.model", "module": "model.module"}.get(around, "model")
         line = f"{maker}({name}), of a model of transformers or its config"
     raise KVPactError(f"{type(model).__name__} stands where the model should; write: {line}")
