@@ -257,7 +257,7 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
         "from kvpact import CompressedCache",
     "kvpact.evaluate.open_store": "; write: from kvpact.stores import open_store",
     "kvpact.integrations.transformers.KVPactCache": "; write: kvpact.CompressedCache(model)",
-    "kvpact.data.book": "; did you mean 'book_path'?", "kvpact.stores.Zzz": "; it has Background",
+    "kvpact.stores.Zzz": "; it has Background",
     "kvpact.stores.open_store('memory://').__setitem__": "; write: store.put(key, blob)",
     "kvpact.CompresedCache": "; did you mean 'CompressedCache'?",
     "kvpact.CompressedCache.from_pretrained": "; write: CompressedCache.load(path, model)",

@@ -7,8 +7,6 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from kvpact.callable_package import let_tell
-
 __all__ = ["book_path", "calibrated", "method_advice", "model_table", "recipe_names", "recipe_path"]
 
 
@@ -50,6 +48,3 @@ def recipe_path(name: str) -> Traversable:
         One of `recipe_names`.
     """
     return files(__name__) / "recipes" / f"{name}.toml"
-
-
-let_tell(__name__)
