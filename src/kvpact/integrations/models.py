@@ -259,10 +259,7 @@ def check_model(name_or_path: Any) -> None:
     elif path.is_absolute() or name.startswith((".", "~")):
         raise KVPactError(f"no model folder {name!r}: give one that save_pretrained has written")
     elif (known := model_table()["models"].get(name.lower())) and name.lower() not in PACKAGED:
-        raise KVPactError(
-            f"{name!r} is a name that `kvpact size` alone knows; give its id on the hub, "
-            f"{known['hub']!r}"
-        )
+        raise KVPactError(f"`kvpact size` alone knows {name!r}; give its id, {known['hub']!r}")
     elif near := get_close_matches(name.lower(), PACKAGED, n=1):
         raise KVPactError(
             f"no model {name!r}; did you mean {near[0]!r}? A hub's ids are owner/name"

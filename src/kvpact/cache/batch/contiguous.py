@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.batch.rows import BatchRows
+from kvpact.cache.batch.rows import MEANT, BatchRows
 from kvpact.cache.checks import (
     KeyOffsets,
     check_fits,
@@ -42,16 +42,7 @@ from kvpact.spec import Spec
 T = TypeVar("T")
 
 
-@tells_names(
-    {
-        **dict.fromkeys(("crop", "trim"), "cache.truncate(length)"),
-        **dict.fromkeys(("append", "update"), "cache.attend(layer, q=q, k=k, v=v), or .store(...)"),
-        **dict.fromkeys(("get_seq_length", "length", "num_tokens"), "cache.seq_len()"),
-        "is_compileable": "CompressedCache(model, spec), for generate of transformers",
-        "load": "cache.restore(kvpact.Snapshot.load(path))",
-        "save": "cache.snapshot().save(path)",
-    }
-)
+@tells_names(MEANT)
 class ContiguousCache(Evictable, BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 
@@ -165,10 +156,8 @@ class ContiguousCache(Evictable, BatchRows):
             return None
         with entry.lock:
             one_batch = self.batch_size == k.shape[0]
-            output = quick_first(entry, k, v, q, config, known) if one_batch else None
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, hold=False)
-            self.heap.stored(layer + 1 == len(self._layers))
-            return output
+            return quick_first(entry, k, v, q, config, known) if one_batch else None
 
     @detached
     def store(

@@ -14,6 +14,16 @@ from kvpact.contract import AttendConfig, Fused
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import check_count
 
+MEANT = {
+    **dict.fromkeys(("crop", "trim"), "cache.truncate(length)"),
+    **dict.fromkeys(("append", "update"), "cache.attend(layer, q=q, k=k, v=v), or .store(...)"),
+    **dict.fromkeys(("get_seq_length", "length", "num_tokens"), "cache.seq_len()"),
+    "is_compileable": "CompressedCache(model, spec), for generate of transformers",
+    "load": "cache.restore(kvpact.Snapshot.load(path))",
+    "save": "cache.snapshot().save(path)",
+}
+"""Corrections of names that are guessed of a bare cache."""
+
 
 def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
     """Raise `SnapshotError`: locks and addresses are part of a cache; for `__reduce_ex__`."""

@@ -183,7 +183,7 @@ class TransformersCache(Summarized, Cache):
         if self._told_less and layer_idx == self._first:
             self._told_less = False
             self._begin(_tokens_of(layer))
-        pair = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
+        pair = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]
         if key_states.shape[2] > MOST_STEP and isinstance(layer, DynamicSlidingWindowLayer):
             let_prompt_go(layer)
         return pair
