@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
+from kvpact.contract import AttendConfig
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import (
     AttendCall,
@@ -315,12 +316,8 @@ class Plan:
         """Return the backend that attends over a prompt without a past, whatever the codecs are."""
         if self._new is None:
             assert call.k is not None and call.v is not None
-            dim, device = max(call.k.shape[3], call.v.shape[3]), self.k.device
-            self._new = self._attend
-            for backend in () if self.compute.named else BACKENDS:
-                if not backend.runs_here(device) and not backend.covers_new(dim, call.k.dtype):
-                    self._new = backend
-                    break
+            named = self.compute.named
+            self._new = self._attend if named else covering_new(call.k, call.v)
         return self._new
 
     def prompt(
@@ -356,3 +353,16 @@ class Plan:
         sides = zip("kv", (self.k, self.v), strict=True)
         parts = [f"encode {x} {y._encode.name}, decode {x} {y._decode.name}" for x, y in sides]
         return f"Plan(attend {self._name}, {', '.join(parts)})"
+
+
+def covering_new(k: Tensor, v: Tensor) -> Backend:
+    """Return the first backend that attends over tokens `[B, H, T, D]` like these, all given."""
+    dim, dtype = max(k.shape[3], v.shape[3]), k.dtype
+    return next(x for x in BACKENDS if not x.runs_here(k.device) and not x.covers_new(dim, dtype))
+
+
+def attend_exact(k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
+    """Attend over tokens that are all given: `[B, H_q, q_len, D_v]`, parameters as of a call."""
+    call = AttendCall(None, k, v, q, config)
+    check_call(call)
+    return covering_new(k, v).attend((call,))

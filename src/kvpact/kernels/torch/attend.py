@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.latent import (
     Decode,
@@ -99,8 +98,3 @@ def attend(call: AttendCall, made: tuple[Decode, KeyMaking] | None = None) -> Te
         codec = view.k.codec if call.latent else view.v.codec
         exact = exact + codec.transform.inverse(transformed)
     return saturated(torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2), q.dtype)
-
-
-def attend_exact(k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
-    """Attend over tokens that are all given: `[B, H_q, q_len, D_v]`, parameters as of a call."""
-    return attend(AttendCall(None, k, v, q, config))

@@ -24,6 +24,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
+from kvpact.integrations.transformers.attention.plain import (
+    LEAST_QUERIES,
+    config_of,
+    needs_own,
+    plain_config,
+    quick_config,
+)
 from kvpact.integrations.transformers.held.handles import KVHandle, refuse_gradients, untraced
 from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.paged_tokens import PagedTokens
@@ -83,7 +90,8 @@ def attention_forward(
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
         if isinstance(tokens, PagedTokens):
-            return tokens.attend(query, _config(None, scaling, True, kwargs)).transpose(1, 2), None
+            output: Tensor = tokens.attend(query, config_of(None, scaling, True, kwargs))
+            return output.transpose(1, 2), None
     else:
         meet_class(module)
         fresh = read_before_stored(key)
@@ -112,7 +120,12 @@ def attention_forward(
         # first.
         last = last and getattr(module, "is_kv_shared_layer", False)
         if tokens is None and not last and not needs_own(kwargs):
-            output: Tensor = sdpa_attention_forward(
+            if new >= LEAST_QUERIES and not dropout and not compressed:
+                causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+                quick = quick_config(query, key, value, attention_mask, scaling, causal, kwargs)
+                if quick is not None:
+                    return attend_exact(key, value, query, quick).transpose(1, 2), None
+            output = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
             )[0]
             return (_without_gradient(query, output) if compressed else output), None
@@ -137,7 +150,7 @@ def attention_forward(
             else:
                 output = tokens.attend(query, config)
         else:
-            config = _config(attention_mask, scaling, is_causal, kwargs)
+            config = plain_config(query, key, attention_mask, scaling, is_causal, kwargs)
             output = attend_exact(key, value, query, config)
     except BaseException:
         if compressed:
@@ -174,21 +187,6 @@ def _drop(tokens: Any, new: int) -> None:
     origin.cut(origin.total - new)
 
 
-def _config(
-    mask: Tensor | None, scaling: float | None, is_causal: bool, kwargs: dict[str, Any], **own: Any
-) -> AttendConfig:
-    return AttendConfig(
-        softmax_scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sink_logits=kwargs.get("s_aux"),
-        # Where there is a mask, the window is in it.
-        sliding_window=kwargs.get("sliding_window") if mask is None else None,
-        mask=_with_bias(mask, kwargs.get("position_bias")),
-        is_causal=mask is None and is_causal,
-        **own,
-    )
-
-
 def call_config(
     tokens: NewTokens,
     mask: Tensor | None,
@@ -214,7 +212,7 @@ def call_config(
     held, kwargs = tokens.as_held(mask, kwargs)
     sparse = shared.indexed and held is not None  # an index has narrowed it
     own = {"padding": padding, "exact_new": shared.exact_new, "origin": origin, "sparse": sparse}
-    config = _config(held, scaling, is_causal, kwargs, **own)
+    config = config_of(held, scaling, is_causal, kwargs, **own)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 
@@ -229,19 +227,6 @@ def _own_padding(tokens: NewTokens, mask: Tensor | None) -> Tensor | None:
 def _without_gradient(query: Tensor, output: Tensor) -> Tensor:
     tracked = torch.is_grad_enabled() and query.requires_grad
     return refuse_gradients(output) if tracked else output
-
-
-def needs_own(kwargs: dict[str, Any]) -> bool:
-    """Return whether plain tensors come with something that ``sdpa`` can't do."""
-    return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
-
-
-def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    if bias is None or mask is None:
-        return mask if bias is None else bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
-    return mask + bias
 
 
 def left_padding(mask: Tensor | None) -> Tensor | None:

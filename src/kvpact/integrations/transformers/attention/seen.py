@@ -12,7 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.attention.forward import attention_forward, needs_own
+from kvpact.integrations.transformers.attention.forward import attention_forward
+from kvpact.integrations.transformers.attention.plain import needs_own
 from kvpact.integrations.transformers.model.facts import layer_facts
 
 SHOWN = "kvpact_shown"
