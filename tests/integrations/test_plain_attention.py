@@ -44,6 +44,7 @@ def test_a_window_is_that_of_the_mask(new, total, window, dtype, monkeypatch):
     monkeypatch.setattr(forward, "sdpa_attention_forward", None)
     monkeypatch.setattr(plain, "_last", None)
     for shown in (mask, mask.expand(2, -1, -1, -1), mask.expand(2, 6, -1, -1).clone()):
+        plain.note_prompt(k)
         got = forward.attention_forward(
             Attention(), q, k, v, shown, 0.0, 0.3, sliding_window=window
         )[0]
@@ -56,11 +57,13 @@ def test_a_prompt_without_a_mask_is_causal(monkeypatch):
     q, k, v = numbers(1, 6, 100, 16), numbers(1, 2, 100, 16, seed=1), numbers(1, 2, 100, 16, seed=2)
     wanted = sdpa_attention_forward(Attention(), q, k, v, None)[0]
     monkeypatch.setattr(forward, "sdpa_attention_forward", None)
+    plain.note_prompt(k)
     got = forward.attention_forward(Attention(), q, k, v, None, sliding_window=30)[0]
     assert (got - wanted).abs().max() <= 2e-6
 
 
 CASES = {
+    "another cache": {"noted": False},
     "few": {"new": MANY - 1},
     "another mask": {"flip": (70, 3)},
     "one hidden more": {"flip": (80, 75)},
@@ -77,6 +80,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_everything_else_is_left_to_sdpa(case, monkeypatch):
     case = dict(case)
+    noted = case.pop("noted", True)
     new = case.pop("new", 100)
     total, dtype = case.pop("total", new), case.pop("dtype", torch.float32)
     q = numbers(1, 6, new, 16, dtype=dtype)
@@ -94,6 +98,7 @@ def test_everything_else_is_left_to_sdpa(case, monkeypatch):
         return torch.zeros(1, new, 6, 16), None
 
     monkeypatch.setattr(forward, "sdpa_attention_forward", sdpa)
+    plain.note_prompt(k if noted else v)
     forward.attention_forward(Attention().eval(), q, k, v, mask, sliding_window=20, **case)
     assert len(asked) == 1 and asked[0] is mask
 
@@ -139,3 +144,16 @@ def test_prompts_in_pieces_are_those_of_transformers(padded, make_model):
                 parts.append(model(part, **given).logits)
         logits.append(torch.cat(parts, 1)[shown.bool()])
     assert (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[0].abs().max()
+
+
+@NATIVE
+def test_other_caches_of_the_model_are_left_to_sdpa_to_the_bit(make_model):
+    model = make_model(gemma3(dict(SIZES), "sliding", "full", "sliding", sliding_window=48))
+    ids = torch.randint(3, 128, (1, 100), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        caches = [DynamicCache(config=model.config) for _ in range(2)]
+        wanted = model(ids, **named(caches[0])).logits
+        cache = CompressedCache(model, "none")
+        assert torch.equal(model(ids, **named(caches[1])).logits, wanted)
+        own = model(ids, **named(cache)).logits
+    assert not torch.equal(own, wanted) and (own - wanted).abs().max() < 1e-4 * wanted.abs().max()

@@ -22,6 +22,7 @@ from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.attention.forward import choose_attention
+from kvpact.integrations.transformers.attention.plain import note_prompt
 from kvpact.integrations.transformers.held.handles import untraced
 from kvpact.integrations.transformers.held.shared import BatchCache, SharedState, remove_last
 from kvpact.integrations.transformers.layers.engine_layers import (
@@ -186,6 +187,7 @@ class TransformersCache(Summarized, Cache):
         pair = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]
         if key_states.shape[2] > MOST_STEP and isinstance(layer, DynamicSlidingWindowLayer):
             let_prompt_go(layer)
+            note_prompt(pair[0])
         return pair
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

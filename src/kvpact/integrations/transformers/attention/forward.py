@@ -27,6 +27,7 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.attention.plain import (
     LEAST_QUERIES,
     config_of,
+    is_noted,
     needs_own,
     plain_config,
     quick_config,
@@ -120,7 +121,7 @@ def attention_forward(
         # first.
         last = last and getattr(module, "is_kv_shared_layer", False)
         if tokens is None and not last and not needs_own(kwargs):
-            if new >= LEAST_QUERIES and not dropout and not compressed:
+            if new >= LEAST_QUERIES and not dropout and is_noted(key):
                 causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
                 quick = quick_config(query, key, value, attention_mask, scaling, causal, kwargs)
                 if quick is not None:

@@ -1,11 +1,13 @@
 """Attention over plain K and V: those of layers that stay as transformers caches them.
 
-It is what ``sdpa`` computes. Prompts go through kvpact's own kernel where that is quicker: it skips
-what lies before a window, and ``sdpa`` multiplies by every number of the mask.
+It is what ``sdpa`` computes. Prompts of a `CompressedCache` go through kvpact's own kernel, which
+skips what lies before a window, where ``sdpa`` computes all and hides it. For other caches it is
+``sdpa``, to the bit.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -18,6 +20,19 @@ from kvpact.kernels import covering_new
 LEAST_QUERIES = 64
 """Queries from which the native kernel is quicker than ``sdpa``, whatever the width and heads."""
 _BLOCK = 256  # rows of a mask that are compared at once
+_given = threading.local()
+"""`key`: of the last prompt that this thread gave to a layer which transformers caches."""
+
+
+def note_prompt(key: Tensor) -> None:
+    """Note K of all tokens that attention is about to get."""
+    _given.key = weakref.ref(key)
+
+
+def is_noted(key: Tensor) -> bool:
+    """Return whether K is the one noted last."""
+    last = getattr(_given, "key", None)
+    return last is not None and last() is key
 
 
 def needs_own(kwargs: dict[str, Any]) -> bool:
