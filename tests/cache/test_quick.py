@@ -189,14 +189,14 @@ def test_views_that_share_sequences_take_turns(watched):
 
 def interrupted(monkeypatch, call):
     """Make a call that Ctrl-C ends just after the native steps."""
-    real = native.run_steps
+    real = native.CpuStep.run
 
     def interrupt(*args):
         real(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(native, "run_steps", interrupt)
+        patch.setattr(native.CpuStep, "run", interrupt)
         call()
 
 

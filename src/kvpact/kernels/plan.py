@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -262,6 +263,7 @@ class Plan:
         codecs = k.codec, v.codec
         self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
         self._name = self._attend.name
+        self.count = partial(compute.counts.add, self._name)  # of what runners did
         self.one_backend = self._attend is k._encode is v._encode and self._attend is not TORCH
         self._new: Backend | None = None
         compute.note("attend", self._attend, why)
@@ -344,10 +346,6 @@ class Plan:
         if runner is not None and call.padding is None and not self.compute.deferred:
             self._runners["last"] = ref(runner)
         return runner
-
-    def count(self, **operations: int) -> None:
-        """Count what runners of `prompt` or `step` did."""
-        self.compute.counts.add(self._name, **operations)
 
     def __repr__(self) -> str:
         sides = zip("kv", (self.k, self.v), strict=True)

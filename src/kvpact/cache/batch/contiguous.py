@@ -230,8 +230,9 @@ class ContiguousCache(Evictable, BatchRows):
 
     def seq_len(self, layer: int = 0) -> int:
         """Tokens that a layer holds (padding included)."""
-        check_layer(layer, len(self._layers))
-        k = self._layers[layer]._held.k  # models ask often: two calls less than `length`
+        if type(layer) is not int or not 0 <= layer < len(self._layers):
+            check_layer(layer, len(self._layers))
+        k = self._layers[layer]._held.k  # models ask often: three calls less than `length`
         return 0 if k is None else k.length
 
     @detached

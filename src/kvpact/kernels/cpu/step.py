@@ -127,7 +127,9 @@ class CpuStep(StepRunner):
             rest = q_at, out_at, 0, 0, 0, held, threads
             args.append(structs.STEP.pack(runner._address, *stored, *rest))
             k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
-        if not run_steps(self._library, args):
+        library = self._library
+        if status := library.step(library.bit, b"".join(args), len(args)):
+            raise_unless_refused(status)
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
 
@@ -149,16 +151,17 @@ class CpuStep(StepRunner):
         rounded = out_at, head * out.itemsize, token * out.itemsize
         stored = (self._address, *_append(k, 0, k_at), *_append(v, 0, v_at))
         rest = q_at, 0, *rounded, 0, torch.get_num_threads()
-        return run_steps(self._library, (structs.STEP.pack(*stored, *rest),))
+        library, step = self._library, structs.STEP.pack(*stored, *rest)
+        status = library.step(library.bit, step, 1)
+        if status:
+            raise_unless_refused(status)
+        return not status
 
 
-def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
-    """Carry out steps of sequences; False, and nothing is written, if one is refused."""
-    status = library.step(library.bit, steps[0] if len(steps) == 1 else b"".join(steps), len(steps))
-    if status == 0:
-        return True
+def raise_unless_refused(status: int) -> None:
+    """Raise what ended steps; return where one was refused, and nothing is written."""
     if status == _REFUSED:
-        return False
+        return
     if status == 3:
         raise MemoryError("no memory for the scratch space of a step")
     raise KernelError(f"the native kernel refused the step ({status})")

@@ -141,7 +141,8 @@ def attention_forward(
             is_causal = getattr(module, "is_causal", True)
         if tokens is not None:
             origin = tokens if isinstance(tokens, NewTokens) else tokens.origin
-            origin.shared.heap.until(kwargs.get("position_ids"))
+            if origin.shared.heap.active:
+                origin.shared.heap.until(kwargs.get("position_ids"))
             if origin.total == origin.k.shape[2]:  # the first ones
                 origin.tell_of_bias(module)
             config = call_config(origin, attention_mask, scaling, is_causal, kwargs)

@@ -131,9 +131,9 @@ def hides_as_window(mask: Tensor, query: Tensor, key: Tensor, window: int | None
     last = _last
     if last is not None and last.mask() is mask and last[1:3] == (version, window):
         return last.hides
-    columns, hides = torch.arange(total), True
+    columns, hides = torch.arange(total, dtype=torch.int64, device=mask.device), True
     for start in range(0, new, _BLOCK):
-        at = torch.arange(total - new, total)[start : start + _BLOCK, None]
+        at = columns[total - new :][start : start + _BLOCK, None]
         seen = (columns <= at) & (columns > at - window)
         part = mask[:, :, start : start + _BLOCK]
         hides = hides and torch.equal(part, seen.expand_as(part))
