@@ -73,9 +73,10 @@ def plain_config(
     kwargs: dict[str, Any],
 ) -> AttendConfig:
     """Return how to attend to plain tensors: a mask that hides what a window does is a window."""
-    if mask is not None and hides_as_window(mask, query, key, kwargs.get("sliding_window")):
-        return config_of(None, scaling, True, kwargs)
-    return config_of(mask, scaling, is_causal, kwargs)
+    if mask is None or mask.shape[2:] != (query.shape[2], key.shape[2]):
+        return config_of(mask, scaling, is_causal, kwargs)
+    hides = hides_as_window(mask, kwargs.get("sliding_window"))
+    return config_of(None if hides else mask, scaling, hides or is_causal, kwargs)
 
 
 def quick_config(
@@ -117,15 +118,15 @@ class _Window(NamedTuple):
 _last: _Window | None = None
 
 
-def hides_as_window(mask: Tensor, query: Tensor, key: Tensor, window: int | None) -> bool:
+def hides_as_window(mask: Tensor, window: int | None) -> bool:
     """Return whether a mask `[B, H, q_len, T]` hides what causality and a window do, and no more.
 
     Layers of a kind share a mask, so the last answer is kept; it costs a read of the mask.
     """
     global _last
-    new, total = query.shape[2], key.shape[2]
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (new, total) or new > total:
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2] > mask.shape[3]:
         return False
+    new, total = mask.shape[2:]
     window = window or total
     version = 0 if mask.is_inference() else mask._version
     last = _last

@@ -15,6 +15,7 @@ from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.layer.let_go import keep_last
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
+from kvpact.integrations.transformers.attention.plain import hides_as_window
 from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.shared import SharedState
 from kvpact.integrations.transformers.layers.full import CompressedLayer
@@ -79,7 +80,7 @@ class RingTokens(NewTokens):
         kwargs, unseen = {**kwargs, "sliding_window": self.shared.window}, self.unseen
         if kwargs.get("position_bias") is not None:
             raise KVPactError("a bias by positions is not honoured with sliding=; leave that out")
-        if mask is None:
+        if mask is None or (mask.shape[2] > 1 and hides_as_window(mask, self.shared.window)):
             return None, kwargs
         if mask.dtype == torch.bool and mask.shape[2] == 1 and bool(mask.all()):
             return None, kwargs  # one query, which sees its window: a step
