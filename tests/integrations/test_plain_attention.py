@@ -154,6 +154,7 @@ def test_other_caches_of_the_model_are_left_to_sdpa_to_the_bit(make_model):
         caches = [DynamicCache(config=model.config) for _ in range(2)]
         wanted = model(ids, **named(caches[0])).logits
         cache = CompressedCache(model, "none")
+        assert cache._shared.heap.window == 48
         assert torch.equal(model(ids, **named(caches[1])).logits, wanted)
         own = model(ids, **named(cache)).logits
     assert not torch.equal(own, wanted) and (own - wanted).abs().max() < 1e-4 * wanted.abs().max()

@@ -96,6 +96,19 @@ def test_steps_and_calls_of_few_tokens_begin_nothing(told):
     assert told.holders == told.trims == hold.active == 0
 
 
+@pytest.mark.parametrize("window,tokens,held", [(0, 900, 0), (100, 200, 0), (100, 201, 1)])
+def test_prompts_much_longer_than_a_window_are_held_to_their_end(told, window, tokens, held):
+    """Others keep copies of the window, which would come to lie between activations."""
+    hold = copy.deepcopy(Hold(window))
+    hold.begin(tokens)
+    hold.early()
+    assert told.holders == held
+    hold.begin(tokens, hold=False)
+    assert told.holders == held
+    hold.end()
+    assert told.holders == 0 == hold.active
+
+
 def test_a_hold_ends_with_its_cache_and_its_copy_is_another_one(told):
     hold = Hold()
     hold.begin(9)

@@ -188,7 +188,7 @@ class ContiguousCache(Evictable, BatchRows):
             self.heap.begin(k.shape[2], k.nbytes + v.nbytes, k.device, not self.compute.repeats)
             result = call(entry, k, v, *others, sizes)
             if self.compute.repeats:  # the other layers may need nothing new
-                self.heap.release()
+                self.heap.early()
             self.heap.stored(layer + 1 == len(self._layers))
             return result
 

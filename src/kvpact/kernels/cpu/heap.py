@@ -73,19 +73,23 @@ class Hold:
 
     That is when the tensor that `until` names is gone, else the last layer's call, at the latest
     the next step or the cache's end. `active`: whether there is something to end.
+
+    Once all layers have memory for what they will store it may end early (`early`), but not where
+    others than these hold copies of a `window` of a much longer prompt.
     """
 
-    __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "active")
+    __slots__ = ("__weakref__", "_end", "_idle", "_large", "_on", "_whole", "active", "window")
 
-    def __init__(self) -> None:
-        self.active = self._large = False
+    def __init__(self, window: int = 0) -> None:
+        self.window = window
+        self.active = self._large = self._whole = False
         self._end: ref[Tensor] | None = None
         # What is in one of these lists is taken by one thread alone, without a lock, which a
         # destructor could not wait for.
         self._idle, self._on = [True], list[bool]()
 
     def __deepcopy__(self, memo: object) -> Self:
-        return type(self)()
+        return type(self)(self.window)
 
     def held_parts(self) -> tuple[()]:
         """Hold no memory (see `kvpact.testing.held_tensors`)."""
@@ -109,7 +113,8 @@ class Hold:
                 self.end()
         elif not away and (native := _native()) is not None:
             self._large, self.active = self._large or size >= LARGE, True
-            while hold and self._idle:
+            self._whole = 0 < 2 * self.window < tokens
+            while (hold or self._whole) and self._idle:
                 with suppress(IndexError):
                     self._idle.pop()
                     native.heap_hold(1)
@@ -127,6 +132,11 @@ class Hold:
                 hold.end()
 
         self._end = ref(tensor, gone)
+
+    def early(self) -> None:
+        """Let malloc do as before, if nobody else keeps anything of this prompt."""
+        if not self._whole:
+            self.release()
 
     def stored(self, last: bool) -> None:
         """Note that a layer's tokens are stored; `last`: no other layer follows."""

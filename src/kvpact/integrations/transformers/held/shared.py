@@ -19,7 +19,7 @@ from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.held.calls import CallLog
 from kvpact.integrations.transformers.held.gaps import Gaps
-from kvpact.integrations.transformers.model.facts import INDEXED, layer_facts
+from kvpact.integrations.transformers.model.facts import INDEXED, SLIDING, layer_facts
 from kvpact.integrations.transformers.versions import PreTrainedConfig
 from kvpact.kernels import Compute, Hold
 from kvpact.key_offset import KeyOffset
@@ -74,7 +74,9 @@ class SharedState:
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None  # the config's, which it is slow to read
         self.handles: HandlePair | None = None  # the last layer's, of its `update`
-        self.heap = Hold()
+        kinds = zip(facts.types, facts.options, strict=True)
+        windows = [x.get("sliding_window", 0) for kind, x in kinds if kind == SLIDING]
+        self.heap = Hold(max(windows, default=0))
         self.call_log = CallLog()
         self.open(Gaps())
 
