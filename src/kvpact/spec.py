@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from kvpact.callable_package import tells_call
+from kvpact.callable_package import tells_names
 from kvpact.errors import SpecError
 from kvpact.registry import Alias, Foreign, find_method, known_names
 
@@ -39,6 +39,10 @@ class Omitted(str):
 OMITTED = Omitted(DEFAULT_SPEC)
 
 
+@tells_names(
+    {x: f"spec.key.{x}, or spec.value.{x}" for x in ("bits", "group", "name", "sinks", "window")}
+    | {"method": "spec.key, or spec.value", "replace": "spec.with_options(bits=3)"}
+)
 @dataclass(frozen=True)
 class Spec:
     """A method for the keys and a method for the values.
@@ -57,6 +61,8 @@ class Spec:
     slashed: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.key, "key_only") or not hasattr(self.value, "key_only"):
+            raise SpecError("a Spec holds methods; write: kvpact.parse_spec('trellis:bits=4')")
         if self.key == self.value:
             return
         for name in self.value.key_only:
@@ -108,7 +114,6 @@ class Spec:
         return cls(_method_from_json(data["key"]), _method_from_json(data["value"]))
 
 
-@tells_call()
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
@@ -128,7 +133,7 @@ def parse_spec(text: str | Spec) -> Spec:
     if text.strip().startswith(RECIPE_PREFIX):
         raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")
     sides = text.strip().split("/")
-    if len(sides) > 2:
+    if len(sides) > 2 or "" in sides[1:]:
         raise SpecError(f"{text!r}: at most one slash, between the method for K and the one for V")
     parsed = [_parse_side(side) for side in sides]
     return Spec(parsed[0][0], parsed[-1][1], slashed=len(sides) == 2)

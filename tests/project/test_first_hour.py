@@ -181,7 +181,7 @@ def test_the_meaning_is_plain(line, spec, model):
             "(model, 'int:bits=8,fp8')": "around a slash: 'int:bits=8/fp8'",
             ".load(model, 'chat.kv')": "a path such as 'chat.kv' should stand here, not LlamaFor",
             ".load('chat.kv', 'smollm2')": "kvpact.load_model('smollm2'); CompressedCache(model)",
-            "(model).save()": "write: cache.save(path)", "(model).save(b'')": "here, not bytes",
+            "(model).save()": "write: cache.save(path, ", "(model).save(b'')": "here, not bytes",
         }.items()
     },
     "kvpact.load_model('smollm2', dtype='fp16')": "take one of float32, bfloat16, float16",
@@ -215,6 +215,25 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, exact_layers=[0])": "a recipe has specs by layer; write: ",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
+    "kvpact.load_model('smollm2', spec='int4')": "write: kvpact.enable(model, spec) after it",
+    "kvpact.Spec('trellis', 'trellis')": "write: kvpact.parse_spec('trellis:bits=4')",
+    "kvpact.parse_spec('int4/')": "between the method for K and the one for V",
+    "kvpact.CompressedCache(model, precision='high')": "sliding, budget, rungs, context",
+    "kvpact.Calibration('a.kvcal')": "write: Calibration.load(path)",
+    "kvpact.CompressedCache(model, layers=[0])": "a recipe has specs by layer; write: ",
+    "kvpact.CompressedCache(model, max_tokens=9)": "the cache grows as needed",
+    **{f"kvpact.{line}": hint for line, hint in {
+        "stores.RedisStore(host='localhost')": "write: RedisStore(url, username=...",
+        "stores.open_store()": "write: kvpact.stores.open_store(url, secret=..., back",
+        "stores.MemoryStore().put('k')": "missing a required argument: 'blob'; write: store.put(",
+        "CompressedCache(model).stats(layer=0)": "write: cache.stats()",
+        "CacheGeometry.mla(2, 512)": "write: CacheGeometry.mla(num_layers, latent_dim, rope_dim",
+        "Snapshot.load()": "write: Snapshot.load(path)", "recode()": "kvpact.recode(snapshot, spec",
+        "MLACache('int4', 2)": "write: MLACache(spec, num_layers, latent_dim, rope_dim)",
+        "KVCacheCompressor('int4').compress_kv(1)": "write: compressor.compress_kv(k, v, learnt)",
+        "PagedKVCache('int4', kvpact.CacheGeometry(1, 1, 64), 8).free()": "write: cache.free(seq)",
+        "integrations.transformers.pressed(1)": "write: kvpact.integrations.transformers.pressed(",
+    }.items()},
 }.items())  # fmt: skip
 def test_the_error_names_the_line_to_write(line, message, model):
     with pytest.raises(KVPactError) as error:
@@ -267,6 +286,12 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
     "kvpact.size('qwen3-8b', 'none').total": "; it has batch, dtype, layers, model",
     "kvpact.integrations.transformers.Enabled(model, False).generate": "go on with the model",
     "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
+    "kvpact.KVCacheCompressor('int4').bits": "; it has compress_kv, compress_kv_3d, ",
+    "kvpact.parse_spec('int4').bits": "; write: spec.key.bits, or spec.value.bits",
+    "kvpact.stores.MemoryStore().size": "; it has close, contains, ",
+    "kvpact.PagedKVCache('int4', kvpact.CacheGeometry(1, 1, 8), 8).alloc": "seq = cache.allocate()",
+    "kvpact.CompressedCache(model).stats().tokens": "figures are items: ",
+    "kvpact.CompressedCache(model).layers[0].nbytes": "; write: cache.stats(), of all layers",
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
         "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
         "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
@@ -286,6 +311,15 @@ def test_the_error_of_a_name_tells_the_one_that_is_meant(line, hint, model):
     owner, name = line.rsplit(".", 1)
     assert not CACHE_MEANT.keys() & {*dir(kvpact.CompressedCache.__base__)}
     assert name not in dir(eval(owner)) or name in ("from_pretrained", "max_cache_len")
+
+
+def test_what_steps_call_is_called_as_it_is():
+    whole = kvpact.CompressedCache, kvpact.PagedKVCache, kvpact.cache.ContiguousCache
+    assert not any(hasattr(x, "__getattr__") for x in whole) and all(x.snapshot.told for x in whole)
+    for kind in (x for one in whole for x in one.__mro__):
+        names = {"append", "attend", "step", "store", "update"} & vars(kind).keys()
+        assert not any(hasattr(vars(kind)[name], "told") for name in names)
+    assert not hasattr(kvpact.AttendConfig.__init__, "told")
 
 
 def test_a_model_is_enabled_with_bits(model):

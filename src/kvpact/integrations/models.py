@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from kvpact.callable_package import tells_call
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
 from kvpact.files import bytes_of, share_of
@@ -104,7 +103,6 @@ GEMMA3 = PackagedModel(
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
-@tells_call()
 def load_model(
     name_or_path: str | os.PathLike[str] = SMOLLM2.name,
     *,
@@ -122,6 +120,7 @@ def load_model(
     """
     for name in others:
         line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), if transformers has it"
+        line = "kvpact.enable(model, spec) after it" if name in ("spec", "bits", "budget") else line
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
         raise KVPactError(f"load_model has no option {name!r}; write: {line}")
     if dtype != "auto" and not getattr(dtype, "is_floating_point", False):
