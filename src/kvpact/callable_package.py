@@ -46,7 +46,8 @@ _LINES = {
     "torch.set_num_threads(4); kvpact's are torch's": "get_num_threads set_num_threads",
     "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
 }
-_COLD = "crop fork free from_config load mla reset restore save snapshot stats truncate view"
+_COLD = "__init__ crop evict fork free from_config load mla reset restore save snapshot stats view "
+_COLD += "batch_repeat_interleave batch_select_indices truncate verify"
 _HOT = ("cache", "contract", "geometry", "methods")
 _MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Corrections of names that are guessed."""
@@ -144,7 +145,7 @@ def told(found: Any) -> Any:
         return found if hasattr(found, "told") else tells_call()(found)
     if isinstance(found, type) and not issubclass(found, BaseException):
         hot = found.__module__.split(".")[1] in _HOT or hasattr(found, "get_seq_length")
-        owners = [x for x in found.__mro__ if x.__module__.startswith("kvpact.")]
+        owners = [x for x in found.__mro__ if re.match("kvpact.(?!contract)", x.__module__)]
         for owner, name in [(x, name) for x in owners for name in vars(x)]:
             if name in _COLD.split() if hot else name[0] != "_" or name == "__init__":
                 setattr(owner, name, told(vars(owner)[name]))

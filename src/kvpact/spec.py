@@ -129,7 +129,9 @@ def parse_spec(text: str | Spec) -> Spec:
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str) or not text.strip():
-        raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r}")
+        layered = "; by layer: {'default': 'trellis:bits=4', 'layers': {0: 'none'}}"
+        hint = layered * isinstance(text, list | tuple)
+        raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r:.40}{hint}")
     if text.strip().startswith(RECIPE_PREFIX):
         raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")
     sides = text.strip().split("/")
@@ -177,7 +179,7 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     name, colon, rest = _spelt_out(text.strip()).partition(":")
     if EXACT.fullmatch(name) and name not in known_names():
         raise SpecError(f"unknown method {name!r}; the exact cache is 'none', in any dtype")
-    if "," in name and name.partition(",")[0] in known_names():
+    if "," in name and _spelt_out(name.partition(",")[0]).partition(":")[0] in known_names():
         raise SpecError(f"{text!r}: options follow a colon, write {text.replace(',', ':', 1)!r}")
     entry = find_method(name)
     if isinstance(entry, Foreign):

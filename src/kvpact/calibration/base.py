@@ -165,6 +165,8 @@ class Calibration:
         FileNotFoundError
             There is no such file.
         """
+        if not isinstance(path, str | PathLike):
+            raise SpecError(f"a calibration is none or a file of `kvpact calibrate`, not {path!r}")
         return cls.from_bytes(read_regular(path), str(path))
 
     @classmethod

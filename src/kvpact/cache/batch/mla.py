@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvpact.cache.batch.contiguous import ContiguousCache
 from kvpact.cache.stream.codecs import Calibration, latent_spec
-from kvpact.callable_package import tells_names
 from kvpact.contract import AttendConfig, attend_config
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
@@ -17,7 +16,6 @@ from kvpact.kernels import absorb_query, choose, expand_output
 from kvpact.recipe import SpecLike, layer_specs
 
 
-@tells_names({}, "MLACache(spec, num_layers, latent_dim, rope_dim)")
 class MLACache(ContiguousCache):
     """A `CompressedKVCache` of MLA latents, attended to without expanding them.
 

@@ -41,16 +41,17 @@ _LINES = {
     "seq_len",
     "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys kv to_tensors "
     "value_cache values",
-    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size total_bytes",
+    "cache.nbytes": "bytes get_memory_footprint memory mb num_bytes numel size total_bytes",
     "cache.reset()": "clear empty flush",
     "cache.save(path)": "dump export save_pretrained state_dict to_disk to_legacy_cache write",
     "cache.saved, the share of an exact cache's bytes that is saved": "compression_ratio ratio",
-    "cache.stats()['bits_per_value']": "bits",
+    "cache.spec": "group method sinks specs window",
+    "cache.stats()['bits_per_value']": "bits bits_per_value",
     "copy.deepcopy(cache)": "clone copy detach duplicate fork",
     "CompressedCache.load(path, model)": "from_file from_pretrained from_snapshot load_state_dict",
     "model.generate(**inputs, cache=cache): it is packed as it grows": "append compress quantize",
     "model.to(...): a cache is as its model is": "cpu cuda device dtype to",
-    "print(cache), or cache.stats()": "describe info report summary",
+    "print(cache), or cache.stats()": "describe get_stats info metrics report statistics summary",
 }
 CACHE_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Replacements of names that a `CompressedCache` does not have."""
