@@ -233,6 +233,7 @@ def test_the_meaning_is_plain(line, spec, model):
         "CompressedCache(model).stats(layer=0)": "write: cache.stats()",
         "CacheGeometry.mla(2, 512)": "write: CacheGeometry.mla(num_layers, latent_dim, rope_dim",
         "CompressedCache(model).evict(9)": "argument: 'end'; write: cache.evict(begin, end",
+        "create_cache('int4', kvpact.CacheGeometry(1, 1, 8), calibration=1)": "`kvpact calibrate`",
         "Snapshot.load()": "write: Snapshot.load(path)", "recode()": "kvpact.recode(snapshot, spec",
         "MLACache('int4', 2)": "write: MLACache(spec, num_layers, latent_dim, rope_dim, ",
         "KVCacheCompressor('int4').compress_kv(1)": "write: compressor.compress_kv(k, v, learnt)",
