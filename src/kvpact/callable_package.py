@@ -47,7 +47,7 @@ _LINES = {
     "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
 }
 _COLD = "__init__ crop evict fork free from_config load mla reset restore save snapshot stats view "
-_COLD += "batch_repeat_interleave batch_select_indices truncate verify"
+_COLD += "batch_repeat_interleave batch_select_indices memory_usage truncate verify"
 _HOT = ("cache", "contract", "geometry", "methods")
 _MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Corrections of names that are guessed."""
@@ -189,12 +189,11 @@ def tells_call(line: str = "") -> Callable[[F], F]:
             try:
                 return function(*given, **named)
             except TypeError:
-                wanted = line or call_line(_name_of(function, given), function)
+                shown = line or call_line(_name_of(function, given), function)
                 try:
                     inspect.signature(function).bind(*given, **named)
                 except TypeError as error:
-                    called = wanted.partition("(")[0]
-                    raise CallError(f"{called}: {error}; write: {wanted}") from None
+                    raise CallError(f"{shown.partition('(')[0]}: {error}; write: {shown}") from None
                 raise  # from within
 
         call.told = True  # type: ignore[attr-defined]

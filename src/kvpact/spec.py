@@ -129,8 +129,7 @@ def parse_spec(text: str | Spec) -> Spec:
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str) or not text.strip():
-        layered = "; by layer: {'default': 'trellis:bits=4', 'layers': {0: 'none'}}"
-        hint = layered * isinstance(text, list | tuple)
+        hint = "; by layer: {'default': 'int4', 'layers': {0: 'none'}}" * isinstance(text, list)
         raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r:.40}{hint}")
     if text.strip().startswith(RECIPE_PREFIX):
         raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")

@@ -46,10 +46,8 @@ def open_store(
 
     Raises
     ------
-    StoreError
-        The URL can't be opened.
     KVPactError
-        The store has no such option.
+        The URL can't be opened, or the store has no such option.
     """
     text = fspath(url)
     scheme, separator, rest = text.partition("://")

@@ -23,7 +23,7 @@ from kvpact.spec import Spec
 
 _MEANT = {
     **dict.fromkeys(("add_sequence", "alloc", "new_sequence"), "seq = cache.allocate()"),
-    **dict.fromkeys(("attend", "decode"), "cache.view(seqs).attend(layer, q=q, k=k, v=v)"),
+    **dict.fromkeys(("__getitem__", "attend"), "cache.view(seqs).attend(layer, q=q, k=k, v=v)"),
     **dict.fromkeys(("get_seq_length", "num_tokens"), "cache.seq_len(seq)"),
     **dict.fromkeys(("delete", "release", "remove"), "cache.free(seq)"),
     "save": "cache.snapshot(seqs).save(path)",

@@ -330,8 +330,9 @@ def disable(model: Any) -> None:
 
     Calls of `generate` that have begun keep their cache.
     """
+    config_of("disable", model := unwrapped(model), "")
     with _lock:
-        _remove_hooks(unwrapped(model))
+        _remove_hooks(model)
 
 
 def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -> None:
