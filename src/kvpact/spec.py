@@ -242,7 +242,7 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
             raise ValueError
         return kind(text)
     except (ValueError, KeyError):
-        hint = "; options stand apart by commas, specs in a list" if {*" :;"} & {*text} else ""
+        hint = "; options stand apart by commas, specs in a list" if {*" :;&?"} & {*text} else ""
         message = f"{method!r}: {key}={text!r} should be of type {kind.__name__}{hint}"
         raise SpecError(message) from None
 

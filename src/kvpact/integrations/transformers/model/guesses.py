@@ -41,7 +41,7 @@ _LINES = {
     "seq_len",
     "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys kv to_tensors "
     "value_cache values",
-    "cache.nbytes": "bytes get_memory_footprint memory mb num_bytes numel size total_bytes",
+    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size sizes total_bytes",
     "cache.reset()": "clear empty flush",
     "cache.save(path)": "dump export save_pretrained state_dict to_disk to_legacy_cache write",
     "cache.saved, the share that is saved": "compression_ratio nbytes_saved ratio savings",
