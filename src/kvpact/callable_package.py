@@ -38,7 +38,6 @@ _LINES = {
     "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
     "kvpact.load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
     "AutoTokenizer load_tokenizer",
-    "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
     "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)": "from_pretrained",
     "model.generate(**inputs, cache=kvpact.CompressedCache(model))": "generate",
     "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names": "delete_"
@@ -107,8 +106,7 @@ def _place_of(name: str) -> str:
         return "kvpact"
     with suppress(BackendUnavailable):  # the last one needs transformers
         places = (f"kvpact.{x}" for x in _PLACES.split())
-        held = ((x, vars(import_module(x)).get(name, sys)) for x in places)
-        return next((x for x, found in held if not isinstance(found, ModuleType)), "")
+        return next((x for x in places if callable(vars(import_module(x)).get(name))), "")
     return ""
 
 

@@ -45,9 +45,7 @@ def test_configs_of_models_that_can_not_be(tmp_path, changed, told):
 
 
 def test_an_empty_spec_is_none():
-    assert "a spec is text such as 'trellis:bits=4', not ''" in refused(
-        "generate", "a", "--spec", ""
-    )
+    assert "text such as 'trellis:bits=4', not ''" in refused("generate", "a", "--spec", "")
 
 
 def test_a_device_and_a_pipe_are_no_snapshots(tmp_path):

@@ -218,7 +218,8 @@ def test_the_meaning_is_plain(line, spec, model):
     "model(IDS, **named(c := kvpact.CompressedCache(model))), c.batch_select_indices([0])":
         "indices should be a 1-D tensor of integers",
     "kvpact.disable(kvpact.CompressedCache(model))": "where the model should; write: disable(",
-    "kvpact.load_model(name='smollm2')": "write: load_model(name)",
+    "kvpact.load_model(name='smollm2')": "load_model has name_or_path and dtype, no 'name'",
+    "kvpact.evaluate.evaluate(model, list(range(300)), ['int4'], seed='x')": "seed should be a who",
     "kvpact.load_model('smollm2', spec='int4')": "write: kvpact.enable(model, spec) after it",
     "kvpact.Spec('trellis', 'trellis')": "write: kvpact.parse_spec('trellis:bits=4')",
     "kvpact.parse_spec('int4/')": "between the method for K and the one for V",
@@ -349,6 +350,8 @@ def test_a_cache_tells_what_it_holds(model):
     empty = cache.stats()
     with pytest.raises(KeyError, match=r"no 'compression'; there are .*bits_per_value, "):
         empty["compression"]
+    with pytest.raises(KeyError, match="no 'packed'; there are codes, side"):
+        empty["bytes"]["packed"]
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], **named(cache))

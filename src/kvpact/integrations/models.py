@@ -121,9 +121,8 @@ def load_model(
     for name in others:
         line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), if transformers has it"
         line = "kvpact.enable(model, spec) after it" if name in ("spec", "bits", "budget") else line
-        line = "load_model(name)" if name in ("name", "model", "path", "model_name") else line
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
-        raise KVPactError(f"load_model has no option {name!r}; write: {line}")
+        raise KVPactError(f"load_model has name_or_path and dtype, no {name!r}; write: {line}")
     if dtype != "auto" and not getattr(dtype, "is_floating_point", False):
         dtype = dtype_of(str(dtype).removeprefix("torch."))
     place = _ModelPlace.of(name_or_path)

@@ -367,7 +367,7 @@ class CompressedCache(Evicting):
         held = [*enumerate(self._shared.held), *enumerate(self._rings.held)]
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
         compressed = len(held)
-        counts = {"compressed": compressed, "native": len(self.layers) - compressed}
+        counts = Figures(compressed=compressed, native=len(self.layers) - compressed)
         stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
         own: dict[str, Any] = {"own_bytes": self._own_bytes(), "layers": counts}
         if self._shared.budget is not None:
