@@ -45,8 +45,7 @@ _LINES = {
     "torch.set_num_threads(4); kvpact's are torch's": "get_num_threads set_num_threads",
     "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
 }
-_COLD = "__init__ crop evict fork free from_config load mla reset restore save snapshot stats view "
-_COLD += "batch_repeat_interleave batch_select_indices memory_usage truncate verify"
+_COLD = "__init__ crop evict free load memory_usage mla reset restore save snapshot stats truncate"
 _HOT = ("cache", "contract", "geometry", "methods")
 _MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Corrections of names that are guessed."""

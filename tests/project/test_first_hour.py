@@ -232,6 +232,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, max_tokens=9)": "the cache grows as needed",
     **{f"kvpact.{line}": hint for line, hint in {
         "stores.RedisStore(host='localhost')": "write: RedisStore(url, username=...",
+        "stores.open_store(None)": "a path such as 'chat.kv' should stand here, not NoneType",
         "stores.open_store()": "write: kvpact.stores.open_store(url, secret=..., back",
         "stores.MemoryStore().put('k')": "missing a required argument: 'blob'; write: store.put(",
         "CompressedCache(model).memory_usage('MB')": "write: cache.memory_usage()",

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from kvpact.errors import StoreError
+from kvpact.files import check_path
 from kvpact.stores.background import BackgroundStore
 from kvpact.stores.base import Store
 from kvpact.stores.directory import DirectoryStore
@@ -49,6 +50,7 @@ def open_store(
     KVPactError
         The URL can't be opened, or the store has no such option.
     """
+    check_path(url)
     text = fspath(url)
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "memory" and rest:
