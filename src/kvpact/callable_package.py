@@ -155,7 +155,7 @@ def _name_of(function: Callable[..., Any], given: tuple[Any, ...]) -> str:
     """Return what is written to call a function, a method or a class."""
     place, _, name = function.__qualname__.rpartition(".")
     if given and name != "__init__" and "self" in inspect.signature(function).parameters:
-        place = re.findall("[A-Z][a-z]+", type(given[0]).__name__)[-1].lower()
+        place = (re.findall("[A-Z][a-z]+", type(given[0]).__name__) or [place])[-1].lower()
     return f"{place or _place_of(name) or function.__module__}.{name}".removesuffix(".__init__")
 
 

@@ -39,10 +39,7 @@ class Omitted(str):
 OMITTED = Omitted(DEFAULT_SPEC)
 
 
-@tells_names(
-    {x: f"spec.key.{x}, or spec.value.{x}" for x in ("bits", "group", "name", "sinks", "window")}
-    | {"method": "spec.key, or spec.value", "replace": "spec.with_options(bits=3)"}
-)
+@tells_names({x: f"spec.key.{x}, or spec.value.{x}" for x in ("bits", "name", "sinks", "window")})
 @dataclass(frozen=True)
 class Spec:
     """A method for the keys and a method for the values.

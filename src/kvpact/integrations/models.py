@@ -252,9 +252,7 @@ def check_model(name_or_path: Any) -> None:
     elif path.is_dir():
         return
     elif is_spec(name) or name.startswith(RECIPE_PREFIX):
-        raise SpecError(
-            f"{name!r} is a spec, no model; write: kvpact.evaluate('smollm2', {name!r})"
-        )
+        raise SpecError(f"{name!r}: a spec, no model; write: kvpact.evaluate('smollm2', {name!r})")
     elif name.endswith(".gguf"):
         raise KVPactError(f"{name!r} is for llama.cpp, see `kvpact llama-cpp`; give a folder")
     elif path.is_absolute() or name.startswith((".", "~")):
