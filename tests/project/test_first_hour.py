@@ -292,7 +292,6 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
     "kvpact.integrations.transformers.Enabled(model, False).generate": "go on with the model",
     "kvpact.KVCacheCompressor('int4').compress": "; it has compress_kv, ",
     "kvpact.parse_spec('int4').bits": "; write: spec.key.bits, or spec.value.bits",
-    "kvpact.stores.MemoryStore().size": "; it has close, contains, ",
     "kvpact.PagedKVCache('int4', kvpact.CacheGeometry(1, 1, 8), 8).alloc": "seq = cache.allocate()",
     "kvpact.CompressedCache(model).stats().tokens": "figures are items: ",
     "kvpact.CompressedCache(model).layers[0].nbytes": "; write: cache.stats(), of all layers",
