@@ -61,6 +61,16 @@ def test_what_is_not_there_is_told():
     assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")
 
 
+def test_what_steps_call_is_called_as_it_is():
+    pytest.importorskip("transformers")
+    whole = kvpact.CompressedCache, kvpact.PagedKVCache, kvpact.cache.ContiguousCache
+    assert not any(hasattr(x, "__getattr__") for x in whole) and all(x.snapshot.told for x in whole)
+    for kind in (x for one in whole for x in one.__mro__):
+        names = {"append", "attend", "step", "store", "update"} & vars(kind).keys()
+        assert not any(hasattr(vars(kind)[name], "told") for name in names)
+    assert not hasattr(kvpact.AttendConfig.__init__, "told")
+
+
 def test_a_variable_that_there_is_not_is_told():
     command, env = [sys.executable, "-c", "import kvpact"], {**os.environ, "KVPACT_SPEC": "int4"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)

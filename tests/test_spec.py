@@ -201,7 +201,7 @@ KNOWN_OPTIONS = "bits, mode, scale, center, first, seed, sinks, window"
     "qjl:value_group=48": "value_group=48 should be one of 32, 64, 128",
     "kivi:window=-1": "window=-1 should be a number from 0 to 65536",
     "kivi:sinks=65537": "sinks=65537 should be a number from 0 to 65536",
-    "int/int/int": "at most one slash", "int:bits=4/": "unknown method ''",
+    "int/int/int": "at most one slash", "int:bits=4/": "one for V",
     "int:bits=8/turboquant:bits=3,center=64": "'center' applies to K only, leave it out",
     "turboquant:bits=3/turboquant:bits=2,mode=prod": "'mode' applies to K only, leave it out",
     "int/tq3": "'mode' applies to K only",

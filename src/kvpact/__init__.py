@@ -91,7 +91,9 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
     def __getattr__(name: str) -> object:
         """Import what stands in `__all__`, or a package of kvpact, when it is first asked for."""
         if name in _HOMES:
-            found = getattr(import_module(_HOMES[name]), name)
+            home = import_module(_HOMES[name])
+            found = import_module("kvpact.callable_package").told(getattr(home, name))
+            setattr(home, name, found)
         elif not name.startswith("_") and find_spec(f"kvpact.{name}") is not None:
             return import_module(f"kvpact.{name}")
         else:

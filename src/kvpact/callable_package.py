@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from kvpact.errors import BackendUnavailable, KVPactError
 
@@ -37,7 +38,6 @@ _LINES = {
     "kvpact.integrations.transformers.pressed(model, cache, press); presses are kvpress's": "Press",
     "kvpact.load_model(name), which returns model and tokenizer": "AutoModel AutoModelForCausalLM "
     "AutoTokenizer load_tokenizer",
-    "kvpact.parse_spec(text).codecs(dim, v_dim, dtype)": "get_codec",
     "model, tokenizer = kvpact.load_model(name); kvpact.enable(model)": "from_pretrained",
     "model.generate(**inputs, cache=kvpact.CompressedCache(model))": "generate",
     "os.listdir(folder); calibrations are files in the folder that KVPACT_CACHE names": "delete_"
@@ -45,6 +45,8 @@ _LINES = {
     "torch.set_num_threads(4); kvpact's are torch's": "get_num_threads set_num_threads",
     "vllm.LLM(model, kv_cache_dtype='kvpact', block_size=128)": "LLM SamplingParams",
 }
+_COLD = "__init__ crop evict free load memory_usage mla reset restore save snapshot stats truncate"
+_HOT = ("cache", "contract", "geometry", "methods")
 _MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Corrections of names that are guessed."""
 
@@ -55,8 +57,8 @@ class CallError(KVPactError, TypeError):
 
 def call_line(name: str, function: Callable[..., Any]) -> str:
     """Return a call of a function as a line, with all of its parameters."""
-    own = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
-    own = [x for x in own if x.kind is not x.VAR_KEYWORD]
+    own = [*inspect.signature(function).parameters.values()]
+    own = [x for x in own if x.kind is not x.VAR_KEYWORD and x.name not in ("self", "cls")]
     words = [x.name + "=..." * (x.kind is x.KEYWORD_ONLY) for x in own]
     return f"{name}({', '.join(words)})"
 
@@ -67,8 +69,10 @@ class Told:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = ", ".join(x for x in dir(self) if not x.startswith("_"))
-            hint = "" if name.startswith("_") else f"; it has {known}"
+            if isinstance(line := inspect.getattr_static(type(self), name, None), _Absent):
+                line.__get__(self, type(self))
+            known = "" if name.startswith("_") else ", ".join(x for x in dir(self) if x[0] != "_")
+            hint = f"; it has {known}" if known else ""
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{hint}")
 
         def __getitem__(self, name: object) -> Any:
@@ -101,7 +105,7 @@ def _place_of(name: str) -> str:
         return "kvpact"
     with suppress(BackendUnavailable):  # the last one needs transformers
         places = (f"kvpact.{x}" for x in _PLACES.split())
-        return next((x for x in places if name in vars(import_module(x))), "")
+        return next((x for x in places if callable(vars(import_module(x)).get(name))), "")
     return ""
 
 
@@ -120,11 +124,39 @@ class _Telling(ModuleType):
 def let_tell(package: str, call: Callable[..., Any] | None = None) -> None:
     """Let a package say where names are that it does not have, and its calls be a function's."""
     kind: type = _Telling
+    module = sys.modules[package]
+    for name in vars(module).get("__all__", ()):
+        setattr(module, name, told(vars(module)[name]))
     if call is not None:
-        own, told = inspect.signature(call), tells_call(call_line(package, call))(call)
-        body = {"__call__": staticmethod(told), "__signature__": property(lambda package: own)}
+        own, tells = inspect.signature(call), tells_call(call_line(package, call))(call)
+        body = {"__call__": staticmethod(tells), "__signature__": property(lambda package: own)}
         kind = type("CallablePackage", (_Telling,), body)
-    sys.modules[package].__class__ = kind
+    module.__class__ = kind
+
+
+def told(found: Any) -> Any:
+    """Return a function or class that says how it is called; what steps call is left alone."""
+    if isinstance(found, classmethod | staticmethod):
+        return type(found)(told(found.__func__))
+    if isinstance(found, FunctionType):
+        return found if hasattr(found, "told") else tells_call()(found)
+    if isinstance(found, type) and not issubclass(found, BaseException):
+        hot = found.__module__.split(".")[1] in _HOT or hasattr(found, "get_seq_length")
+        owners = [x for x in found.__mro__ if re.match("kvpact.(?!contract)", x.__module__)]
+        for owner, name in [(x, name) for x in owners for name in vars(x)]:
+            if name in _COLD.split() if hot else name[0] != "_" or name == "__init__":
+                setattr(owner, name, told(vars(owner)[name]))
+        if not hot and not hasattr(found, "__getattr__"):
+            found.__getattr__ = vars(Told)["__getattr__"]  # type: ignore[attr-defined]
+    return found
+
+
+def _name_of(function: Callable[..., Any], given: tuple[Any, ...]) -> str:
+    """Return what is written to call a function, a method or a class."""
+    place, _, name = function.__qualname__.rpartition(".")
+    if given and name != "__init__" and "self" in inspect.signature(function).parameters:
+        place = (re.findall("[A-Z][a-z]+", type(given[0]).__name__) or [place])[-1].lower()
+    return f"{place or _place_of(name) or function.__module__}.{name}".removesuffix(".__init__")
 
 
 class Figures(dict[str, Any]):
@@ -132,6 +164,9 @@ class Figures(dict[str, Any]):
 
     def __missing__(self, name: object) -> Any:
         raise KeyError(f"there is no {name!r}; there are {', '.join(self)}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"no attribute {name!r}; figures are items: {', '.join(self)}")
 
 
 class _Absent(NamedTuple):  # with a `__getattr__`, every attribute would be read more slowly
@@ -151,14 +186,14 @@ def tells_call(line: str = "") -> Callable[[F], F]:
             try:
                 return function(*given, **named)
             except TypeError:
-                wanted = line or call_line(f"kvpact.{function.__name__}", function)
+                shown = line or call_line(_name_of(function, given), function)
                 try:
                     inspect.signature(function).bind(*given, **named)
                 except TypeError as error:
-                    called = wanted.partition("(")[0]
-                    raise CallError(f"{called}: {error}; write: {wanted}") from None
+                    raise CallError(f"{shown.partition('(')[0]}: {error}; write: {shown}") from None
                 raise  # from within
 
+        call.told = True  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
     return changed
@@ -170,6 +205,7 @@ def tells_names(meant: Mapping[str, str], call: str = "") -> Callable[[type[T]],
     def changed(kind: type[T]) -> type[T]:
         if call:
             kind.__init__ = tells_call(call)(kind.__init__)  # type: ignore[method-assign]
+            told(kind)
         for name, line in meant.items():
             setattr(kind, name, _Absent(name, line))
         kind.__dir__ = lambda self: {*object.__dir__(self)} - meant.keys()  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from kvpact.callable_package import tells_call
+from kvpact.callable_package import tells_names
 from kvpact.errors import SpecError
 from kvpact.registry import Alias, Foreign, find_method, known_names
 
@@ -39,6 +39,7 @@ class Omitted(str):
 OMITTED = Omitted(DEFAULT_SPEC)
 
 
+@tells_names({x: f"spec.key.{x}, or spec.value.{x}" for x in ("bits", "name", "sinks", "window")})
 @dataclass(frozen=True)
 class Spec:
     """A method for the keys and a method for the values.
@@ -57,6 +58,8 @@ class Spec:
     slashed: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.key, "key_only") or not hasattr(self.value, "key_only"):
+            raise SpecError("a Spec holds methods; write: kvpact.parse_spec('trellis:bits=4')")
         if self.key == self.value:
             return
         for name in self.value.key_only:
@@ -108,7 +111,6 @@ class Spec:
         return cls(_method_from_json(data["key"]), _method_from_json(data["value"]))
 
 
-@tells_call()
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
@@ -124,11 +126,12 @@ def parse_spec(text: str | Spec) -> Spec:
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str) or not text.strip():
-        raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r}")
+        hint = "; by layer: {'default': 'int4', 'layers': {0: 'none'}}" * isinstance(text, list)
+        raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r:.40}{hint}")
     if text.strip().startswith(RECIPE_PREFIX):
         raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")
     sides = text.strip().split("/")
-    if len(sides) > 2:
+    if len(sides) > 2 or "" in sides[1:]:
         raise SpecError(f"{text!r}: at most one slash, between the method for K and the one for V")
     parsed = [_parse_side(side) for side in sides]
     return Spec(parsed[0][0], parsed[-1][1], slashed=len(sides) == 2)
@@ -172,7 +175,7 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     name, colon, rest = _spelt_out(text.strip()).partition(":")
     if EXACT.fullmatch(name) and name not in known_names():
         raise SpecError(f"unknown method {name!r}; the exact cache is 'none', in any dtype")
-    if "," in name and name.partition(",")[0] in known_names():
+    if "," in name and _spelt_out(name.partition(",")[0]).partition(":")[0] in known_names():
         raise SpecError(f"{text!r}: options follow a colon, write {text.replace(',', ':', 1)!r}")
     entry = find_method(name)
     if isinstance(entry, Foreign):
@@ -236,7 +239,7 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
             raise ValueError
         return kind(text)
     except (ValueError, KeyError):
-        hint = "; options stand apart by commas" if {*" :;"} & {*text} else ""
+        hint = "; options stand apart by commas, specs in a list" if {*" :;&?"} & {*text} else ""
         message = f"{method!r}: {key}={text!r} should be of type {kind.__name__}{hint}"
         raise SpecError(message) from None
 

@@ -86,7 +86,8 @@ def test_wrong_input_is_told(model_folder, tmp_path):
     many = [part for number in range(9) for part in ("--text", tmp_path / f"{number}.txt")]
     assert "from 9 texts" in bad("calibrate", model_folder, *out, *many, "--tokens", 900)
     assert "128 or more" in bad("calibrate", model_folder, *out, *short)
-    assert "none of these methods" in bad("calibrate", model_folder, *out, "--spec", "int:bits=8")
+    for place in (out, ()):
+        assert "none of these methods" in bad("calibrate", model_folder, *place, "--spec", "int8")
     assert "no folder" in bad("calibrate", model_folder, "--out", tmp_path / "no" / "a")
     assert not (tmp_path / "a").exists()
     (tmp_path / "a").write_bytes(b"no calibration")

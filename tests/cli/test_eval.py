@@ -45,8 +45,8 @@ def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_pat
     text = tmp_path / "short.txt"
     text.write_text("a short text " * 10, encoding="utf-8")
     sizes = ("--tokens", 400, "--chunk", 64)
-    result = invoke("eval", "none", "--text", text, *sizes, "--model", model_folder)
-    assert result.exit_code == 0
+    result = invoke("eval", "none", "2", "--text", text, *sizes, "--model", model_folder)
+    assert result.exit_code == 0 and "2, a number alone, is a spec" in result.stderr
     assert "the text has 130 tokens, fewer than the 400 asked for" in result.stderr
 
 

@@ -44,6 +44,10 @@ def test_configs_of_models_that_can_not_be(tmp_path, changed, told):
     assert told in line and (str(path) in line or "LlamaConfig" in line)
 
 
+def test_an_empty_spec_is_none():
+    assert "text such as 'trellis:bits=4', not ''" in refused("generate", "a", "--spec", "")
+
+
 def test_a_device_and_a_pipe_are_no_snapshots(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", tmp_path / "pipe"):

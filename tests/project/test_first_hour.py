@@ -181,7 +181,7 @@ def test_the_meaning_is_plain(line, spec, model):
             "(model, 'int:bits=8,fp8')": "around a slash: 'int:bits=8/fp8'",
             ".load(model, 'chat.kv')": "a path such as 'chat.kv' should stand here, not LlamaFor",
             ".load('chat.kv', 'smollm2')": "kvpact.load_model('smollm2'); CompressedCache(model)",
-            "(model).save()": "write: cache.save(path)", "(model).save(b'')": "here, not bytes",
+            "(model).save()": "write: cache.save(path, ", "(model).save(b'')": "here, not bytes",
         }.items()
     },
     "kvpact.load_model('smollm2', dtype='fp16')": "take one of float32, bfloat16, float16",
@@ -205,7 +205,7 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model).save('a.kv', overwrite=True)": "cache.save has force=True",
     "kvpact.CompressedCache(model, {'a': 'int4'})": "stand in a list, ['trellis:bits=4', ",
     "kvpact.load_model('smollm2', dtype=torch.int8)": "take one of float32, bfloat16, float16",
-    "kvpact.stores.open_store('kv', max_size=1)": "it is DirectoryStore(path, max_bytes=..., ttl",
+    "kvpact.stores.open_store('kv', max_size=1)": "write: DirectoryStore(path, max_bytes=..., ",
     **({"kvpact.CompressedCache(BertModel(BERT))": "BertModel reads all tokens at once"}
         if MARKED else {}),
     **({"model.generate(IDS, use_cache=False, **named(kvpact.CompressedCache(model)))":
@@ -215,6 +215,30 @@ def test_the_meaning_is_plain(line, spec, model):
     "kvpact.CompressedCache(model, exact_layers=[0])": "a recipe has specs by layer; write: ",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, 'int8', bits=4)": "enable(model, 'int:bits=4')",
+    "model(IDS, **named(c := kvpact.CompressedCache(model))), c.batch_select_indices([0])":
+        "indices should be a 1-D tensor of integers",
+    "kvpact.disable(kvpact.CompressedCache(model))": "where the model should; write: disable(",
+    "kvpact.load_model(name='smollm2')": "load_model has name_or_path and dtype, no 'name'",
+    "kvpact.evaluate.evaluate(model, list(range(300)), ['int4'], seed='x')": "seed should be a who",
+    "kvpact.Spec('trellis', 'trellis')": "write: kvpact.parse_spec('trellis:bits=4')",
+    "kvpact.parse_spec('int4/')": "between the method for K and the one for V",
+    "kvpact.CompressedCache(model, 'int4,sinks=8')": "write 'int4:sinks=8'",
+    "kvpact.CompressedCache(model, ['int4'] * 30)": "; by layer: {'default': 'int4', ",
+    "kvpact.CompressedCache(model, calibration=True)": "a file of `kvpact calibrate`, not True",
+    "kvpact.Calibration('a.kvcal')": "write: Calibration.load(path)",
+    **{f"kvpact.{line}": hint for line, hint in {
+        "stores.RedisStore(host='localhost')": "write: RedisStore(url, username=...",
+        "stores.open_store(None)": "a path such as 'chat.kv' should stand here, not NoneType",
+        "stores.MemoryStore().put('k')": "missing a required argument: 'blob'; write: store.put(",
+        "CompressedCache(model).stats(layer=0)": "write: cache.stats()",
+        "CacheGeometry.mla(2, 512)": "write: CacheGeometry.mla(num_layers, latent_dim, rope_dim",
+        "CompressedCache(model).evict(9)": "argument: 'end'; write: cache.evict(begin, end",
+        "create_cache('int4', kvpact.CacheGeometry(1, 1, 8), calibration=1)": "`kvpact calibrate`",
+        "Snapshot.load()": "write: Snapshot.load(path)", "recode()": "kvpact.recode(snapshot, spec",
+        "MLACache('int4', 2)": "write: MLACache(spec, num_layers, latent_dim, rope_dim, ",
+        "PagedKVCache('int4', kvpact.CacheGeometry(1, 1, 64), 8).free()": "write: cache.free(seq)",
+        "integrations.transformers.pressed(1)": "write: kvpact.integrations.transformers.pressed(",
+    }.items()},
 }.items())  # fmt: skip
 def test_the_error_names_the_line_to_write(line, message, model):
     with pytest.raises(KVPactError) as error:
@@ -266,7 +290,11 @@ def test_types_of_k_and_v_are_both_written(k, v, model):
     "kvpact.create_cache('int4', kvpact.CacheGeometry(1, 1, 8)).append": "cache.attend(layer, q=q",
     "kvpact.size('qwen3-8b', 'none').total": "; it has batch, dtype, layers, model",
     "kvpact.integrations.transformers.Enabled(model, False).generate": "go on with the model",
-    "kvpact.KVCacheCompressor('int4').compress": "; write: compress_kv(k, v)",
+    "kvpact.KVCacheCompressor('int4').compress": "; it has compress_kv, ",
+    "kvpact.parse_spec('int4').bits": "; write: spec.key.bits, or spec.value.bits",
+    "kvpact.PagedKVCache('int4', kvpact.CacheGeometry(1, 1, 8), 8).alloc": "seq = cache.allocate()",
+    "kvpact.CompressedCache(model).stats().tokens": "figures are items: ",
+    "kvpact.CompressedCache(model).layers[0].nbytes": "; write: cache.stats(), of all layers",
     **{f"kvpact.CompressedCache(model).{name}": hint for name, hint in {
         "memory": "cache.nbytes", "compression_ratio": "cache.saved", "summary": "cache.stats()",
         "truncate": "cache.crop(-count)", "fork": "copy.deepcopy(cache)",
@@ -306,6 +334,8 @@ def test_a_cache_tells_what_it_holds(model):
     empty = cache.stats()
     with pytest.raises(KeyError, match=r"no 'compression'; there are .*bits_per_value, "):
         empty["compression"]
+    with pytest.raises(KeyError, match="no 'packed'; there are codes, side"):
+        empty["bytes"]["packed"]
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], **named(cache))

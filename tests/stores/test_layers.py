@@ -7,7 +7,14 @@ import traceback
 import pytest
 
 from kvpact import stores
-from kvpact.errors import BackendUnavailable, FormatError, IntegrityError, StoreError, StoreFull
+from kvpact.errors import (
+    BackendUnavailable,
+    FormatError,
+    IntegrityError,
+    KVPactError,
+    StoreError,
+    StoreFull,
+)
 from kvpact.stores import records as records_module
 from kvpact.stores.records import peek, seal, unseal
 
@@ -215,7 +222,7 @@ def test_open_store_passes_options_on_and_wraps(tmp_path):
     ("memory://", {"secret": b"short"}),
 ])  # fmt: skip
 def test_bad_urls_and_options_are_named(url, options):
-    with pytest.raises(StoreError):
+    with pytest.raises(KVPactError):
         stores.open_store(url, **options)
 
 

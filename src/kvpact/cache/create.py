@@ -18,7 +18,7 @@ from kvpact.kernels import choose
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
 
-@tells_call("create_cache(spec, CacheGeometry(num_layers, num_kv_heads, head_dim))")
+@tells_call("create_cache(spec, CacheGeometry(num_layers, num_kv_heads, head_dim, dtype=...))")
 def create_cache(
     spec: SpecLike,
     geometry: CacheGeometry,

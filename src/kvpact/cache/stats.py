@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache.layer.layer import CacheLayer
 from kvpact.cache.stream.codecs import codecs_of
 from kvpact.cache.stream.stream import Stream
+from kvpact.callable_package import Figures
 from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
@@ -114,7 +115,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
         "tokens": tokens,
         "values": values,
         "packed_values": packed,
-        "bytes": {**sizes, "total": total},
+        "bytes": Figures(**sizes, total=total),
         **_bits(total, used, values, packed),
     }
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.callable_package import told
 from kvpact.errors import FormatError, SpecError
 from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
@@ -36,6 +37,7 @@ class LayerCalibration:
     v: Mapping[str, State] = field(default_factory=dict)
 
 
+@told
 @dataclass(frozen=True)
 class Calibration:
     """The state that methods learnt of a model from calibration texts.
@@ -66,6 +68,7 @@ class Calibration:
         layers: Any = self.layers
         if not isinstance(layers, Mapping):
             line = "kvpact.calibration_of(model, spec, tokenizer=tokenizer)"
+            line = "Calibration.load(path)" if isinstance(layers, str | PathLike) else line
             given = type(layers).__name__
             raise SpecError(f"{given} stands where layers should; write: {line}")
 
@@ -162,6 +165,8 @@ class Calibration:
         FileNotFoundError
             There is no such file.
         """
+        if not isinstance(path, str | PathLike):
+            raise SpecError(f"a calibration is none or a file of `kvpact calibrate`, not {path!r}")
         return cls.from_bytes(read_regular(path), str(path))
 
     @classmethod

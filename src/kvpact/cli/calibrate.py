@@ -56,7 +56,7 @@ def calibrate_command(
     from kvpact.integrations.transformers import calibrate
     from kvpact.integrations.transformers.attention.learnt import text_rows
 
-    groups = [[one] for one in learning(specs)] if out is None else [specs]
+    groups = ([[one] for one in learning(specs)] if out is None else []) or [specs]
     if out is not None and len({name_of([one]) for one in specs}) > len(
         {one.key.learnt_name() for one in specs}
     ):

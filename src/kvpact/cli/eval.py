@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import print_document, show_files
+from kvpact.cli.console import note, print_document, show_files
 from kvpact.cli.inputs import InputError, texts_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def evaluate_command(
     if tokens is None:
         tokens = TOKENS if budget is None else 2048
     candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
+    if numbers := " ".join(x for x in specs if x.isdecimal()):
+        note(f"{numbers}, a number alone, is a spec: so many bits of the default method")
     if exact_new:
         candidates = [replace(c, exact_new=True) for c in candidates]
     if sliding is not None and against in specs:

@@ -135,7 +135,7 @@ def candidate_of(
     from kvpact.evaluate import Candidate
     from kvpact.integrations.models import PACKAGED
 
-    spec = spec or (DEFAULT_SPEC if budget is None else "none")
+    spec = (DEFAULT_SPEC if budget is None else "none") if spec is None else spec
     if spec in PACKAGED or spec in model_table()["models"] or Path(spec, "config.json").exists():
         raise InputError(f"{spec!r} is a model and no spec; write: {DEFAULT_SPEC} --model {spec}")
     if budget is not None:

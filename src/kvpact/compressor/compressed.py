@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.callable_package import told
 from kvpact.compressor import files
 from kvpact.compressor.stream import PackedStream, check_pair, flat
 from kvpact.errors import DeviceError, DtypeError, GeometryError
@@ -27,6 +28,7 @@ class KVError(NamedTuple):
     v: float
 
 
+@told
 @dataclass(frozen=True)
 class CompressedKV:
     """K and V, compressed. Made by `KVCacheCompressor` or `load`.

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.stream.codecs import latent_spec
 from kvpact.calibration.base import State
-from kvpact.callable_package import tells_names
+from kvpact.callable_package import told
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
@@ -25,10 +25,7 @@ from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
 
-@tells_names(
-    {"compress": "compress_kv(k, v)", "decompress": "decompress_kv(compressed)"},
-    "KVCacheCompressor(spec)",
-)
+@told
 class KVCacheCompressor:
     """Compresses K and V of a layer as a whole.
 

@@ -25,6 +25,7 @@ from kvpact.evaluate import feed
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
+from kvpact.geometry import check_count
 from kvpact.integrations.models import first_tokens, opened
 from kvpact.integrations.sizes import length_of
 from kvpact.integrations.weights import input_device
@@ -90,6 +91,7 @@ def evaluate(
     if exact_row and all(entry.label != "none" for entry in entries):
         entries.insert(0, Candidate("none"))
     feed.check_sizes(len(token_ids), chunk, feed.positions(model))
+    check_count("seed", seed)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     entries = [entry.as_decoded(layers, chunk) for entry in entries]
     specs = [entry.layers(layers) for entry in entries]

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from kvpact.callable_package import tells_call
 from kvpact.data import model_table
 from kvpact.errors import BackendUnavailable, DtypeError, KVPactError, SpecError
 from kvpact.files import bytes_of, share_of
@@ -104,7 +103,6 @@ GEMMA3 = PackagedModel(
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
-@tells_call()
 def load_model(
     name_or_path: str | os.PathLike[str] = SMOLLM2.name,
     *,
@@ -122,8 +120,9 @@ def load_model(
     """
     for name in others:
         line = f"AutoModelForCausalLM.from_pretrained(name, {name}=...), if transformers has it"
+        line = "kvpact.enable(model, spec) after it" if name in ("spec", "bits", "budget") else line
         line = {"torch_dtype": "dtype=...", "device": "model.to(...) after it"}.get(name, line)
-        raise KVPactError(f"load_model has no option {name!r}; write: {line}")
+        raise KVPactError(f"load_model has name_or_path and dtype, no {name!r}; write: {line}")
     if dtype != "auto" and not getattr(dtype, "is_floating_point", False):
         dtype = dtype_of(str(dtype).removeprefix("torch."))
     place = _ModelPlace.of(name_or_path)
@@ -253,7 +252,7 @@ def check_model(name_or_path: Any) -> None:
     elif path.is_dir():
         return
     elif is_spec(name) or name.startswith(RECIPE_PREFIX):
-        raise SpecError(f"{name!r} is a spec; write: kvpact.evaluate('smollm2', {name!r})")
+        raise SpecError(f"{name!r}: a spec, no model; write: kvpact.evaluate('smollm2', {name!r})")
     elif name.endswith(".gguf"):
         raise KVPactError(f"{name!r} is for llama.cpp, see `kvpact llama-cpp`; give a folder")
     elif path.is_absolute() or name.startswith((".", "~")):

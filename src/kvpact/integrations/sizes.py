@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpact.callable_package import Told, tells_call
+from kvpact.callable_package import Told
 from kvpact.data import model_table
 from kvpact.errors import GeometryError, KVPactError, SpecError
 from kvpact.files import aligned, size_text
@@ -47,7 +47,7 @@ SPECS = (
 
 
 @dataclass(frozen=True)
-class SizeRow:
+class SizeRow(Told):
     """The bytes of one cache at one length.
 
     Parameters
@@ -122,7 +122,6 @@ class SizeResult(Told):
         return aligned(lines)
 
 
-@tells_call()
 def size(
     model: str | PathLike[str] | PreTrainedConfig | PreTrainedModel | CacheGeometry,
     specs: SpecLike | Sequence[SpecLike] = SPECS,

@@ -7,8 +7,8 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from kvpact.callable_package import call_line
 from kvpact.errors import StoreError
+from kvpact.files import check_path
 from kvpact.stores.background import BackgroundStore
 from kvpact.stores.base import Store
 from kvpact.stores.directory import DirectoryStore
@@ -47,18 +47,16 @@ def open_store(
 
     Raises
     ------
-    StoreError
+    KVPactError
         The URL can't be opened, or the store has no such option.
     """
+    check_path(url)
     text = fspath(url)
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "memory" and rest:
         raise StoreError(f"{text}: a memory store has no name; use memory://")
     kind, *given = _kind_of(scheme if separator else "", text)
-    try:
-        store = kind(*given, **options)
-    except TypeError as error:
-        raise StoreError(f"{error}; it is {call_line(kind.__name__, kind)}") from error
+    store = kind(*given, **options)
     try:
         if secret is not None:
             store = EncryptedStore(store, secret)

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.batch.rows import MEANT, BatchRows
+from kvpact.cache.batch.rows import BatchRows
 from kvpact.cache.checks import (
     KeyOffsets,
     check_fits,
@@ -30,7 +30,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.stream.advance import MOST_STEP
 from kvpact.cache.stream.codecs import Calibration, layer_codecs, states_of
-from kvpact.callable_package import Figures, tells_names
+from kvpact.callable_package import Figures
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
@@ -42,7 +42,6 @@ from kvpact.spec import Spec
 T = TypeVar("T")
 
 
-@tells_names(MEANT)
 class ContiguousCache(Evictable, BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kvpact.cache.memory import room_for
 from kvpact.cache.stats import Summarized
+from kvpact.callable_package import tells_names
 from kvpact.contract import AttendConfig, Fused
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import check_count
 
-MEANT = {
+_MEANT = {
     **dict.fromkeys(("crop", "trim"), "cache.truncate(length)"),
     **dict.fromkeys(("append", "update"), "cache.attend(layer, q=q, k=k, v=v), or .store(...)"),
     **dict.fromkeys(("get_seq_length", "length", "num_tokens"), "cache.seq_len()"),
@@ -47,6 +48,7 @@ def check_rows(indices: Tensor, batch: int | None) -> None:
         raise GeometryError(f"indices should be one or more of 0 ... {batch - 1}")
 
 
+@tells_names(_MEANT)
 class BatchRows(Summarized, ABC):
     """`decode`, `select`, `reorder` and `repeat` for caches with rows."""
 

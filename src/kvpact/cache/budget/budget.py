@@ -123,7 +123,7 @@ def budget_of(
     share = share_of(text)
     if share is not None and exact is None:
         raise SpecError(
-            f"budget {amount!r} is a share of the exact cache at a length: add context="
+            f"budget {amount!r} is a share of the exact cache at a length: add context=, or bytes"
         )
     count = bytes_of(text) if share is None else int(share * (exact or 0))
     if not count:

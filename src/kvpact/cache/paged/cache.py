@@ -21,8 +21,16 @@ from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
+_MEANT = {
+    **dict.fromkeys(("add_sequence", "alloc", "new_sequence"), "seq = cache.allocate()"),
+    **dict.fromkeys(("__getitem__", "attend"), "cache.view(seqs).attend(layer, q=q, k=k, v=v)"),
+    **dict.fromkeys(("get_seq_length", "num_tokens"), "cache.seq_len(seq)"),
+    **dict.fromkeys(("delete", "release", "remove"), "cache.free(seq)"),
+    "save": "cache.snapshot(seqs).save(path)",
+}
 
-@tells_names({}, "PagedKVCache(spec, CacheGeometry.from_config(model.config), num_pages)")
+
+@tells_names(_MEANT, "PagedKVCache(spec, CacheGeometry.from_config(model.config), num_pages)")
 class PagedKVCache(PagedSequences):
     """Sequences on pages of packed slots.
 

@@ -85,6 +85,8 @@ def states_of(
     device: torch.device | str | None = None,
 ) -> Mapping[int, tuple[Learnt, Learnt]]:
     """Return what codecs learn from, or learnt, by layer, on a device. Raises `SpecError`."""
+    if not isinstance(calibration, Mapping | ModelCalibration | None):
+        calibration = ModelCalibration.load(calibration)  # type: ignore[unreachable]
     if isinstance(calibration, ModelCalibration):
         held = calibration.needed(specs)
         return (held if device is None else held.to(device)).states(specs, geometry)

@@ -15,7 +15,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import state_of
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.callable_package import Figures, tells_call, tells_names
+from kvpact.callable_package import Figures, tells_names
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.files import check_path, is_of_others
 from kvpact.integrations.transformers import versions
@@ -235,7 +235,6 @@ class CompressedCache(Evicting):
             "run prefix tuning without a cache"
         )
 
-    @tells_call("cache.save(path)")
     def save(self, path: str | PathLike[str], *, force: bool = False, **more: Any) -> None:
         """Write a snapshot as a file, which `load` reads; `more` and errors are of `snapshot`.
 
@@ -246,7 +245,6 @@ class CompressedCache(Evicting):
         self.snapshot(**more).save(path)
 
     @classmethod
-    @tells_call("CompressedCache.load(path, model)")
     def load(cls, path: str | PathLike[str], model: Any, **options: Any) -> Self:
         """Return a new cache of a model, of the file's specs, that goes on where `save` was called.
 
@@ -369,7 +367,7 @@ class CompressedCache(Evicting):
         held = [*enumerate(self._shared.held), *enumerate(self._rings.held)]
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
         compressed = len(held)
-        counts = {"compressed": compressed, "native": len(self.layers) - compressed}
+        counts = Figures(compressed=compressed, native=len(self.layers) - compressed)
         stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
         own: dict[str, Any] = {"own_bytes": self._own_bytes(), "layers": counts}
         if self._shared.budget is not None:

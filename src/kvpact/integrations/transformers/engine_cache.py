@@ -331,7 +331,7 @@ class TransformersCache(Summarized, Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""
-        kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+        kept = indices.nonzero()[:, 0] if getattr(indices, "dtype", 0) == torch.bool else indices
         self._change_rows(lambda cache: cache.select(kept), lambda batch: kept)
 
     def _change_rows(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_call
 from kvpact.data import book_path
 from kvpact.errors import GeometryError, KVPactError, MismatchError, SpecError
 from kvpact.integrations import calibrations
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 _ROW = 2048  # most tokens that go through the model at once
 
 
-@tells_call()
 def calibration_of(
     model: Any,
     spec: SpecLike | Sequence[Spec] = DEFAULT_SPEC,

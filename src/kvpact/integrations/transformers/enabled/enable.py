@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, Pre
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvpact.calibration import Calibration
-from kvpact.callable_package import tells_call, tells_names
+from kvpact.callable_package import tells_names
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers import versions
 from kvpact.integrations.transformers.cache import CompressedCache
@@ -250,7 +250,6 @@ class Enabled(AbstractContextManager["Enabled"]):
             disable(self.model)
 
 
-@tells_call("enable(model, spec)")
 def enable(model: Any, spec: SpecLike = OMITTED, **options: Any) -> Enabled:
     """Let a model's `generate` use compressed caches wherever its caller passes none.
 
@@ -326,14 +325,14 @@ def enable(model: Any, spec: SpecLike = OMITTED, **options: Any) -> Enabled:
     return Enabled(model, changed=True)
 
 
-@tells_call()
 def disable(model: Any) -> None:
     """Undo `enable`: the model is what it was before. A model that is not enabled stays as it is.
 
     Calls of `generate` that have begun keep their cache.
     """
+    config_of("disable", model := unwrapped(model), "")
     with _lock:
-        _remove_hooks(unwrapped(model))
+        _remove_hooks(model)
 
 
 def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -> None:

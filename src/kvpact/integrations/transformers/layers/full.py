@@ -8,6 +8,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.cache.layer.moment import Moment
 from kvpact.cache.stream.advance import MOST_STEP
+from kvpact.callable_package import tells_names
 from kvpact.integrations.transformers.held.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.held.new_tokens import NewTokens
 from kvpact.integrations.transformers.held.shared import BatchCache, SharedState
@@ -21,6 +22,7 @@ from kvpact.spec import Spec
 _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
+@tells_names(dict.fromkeys(("bits", "compress", "nbytes", "stats"), "cache.stats(), of all layers"))
 class CompressedLayer(TransformersLayer):  # type: ignore[no-untyped-call]
     """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`."""
 

@@ -39,17 +39,19 @@ _LINES = {
     "cache.crop(-count), with the number of tokens to remove": "truncate",
     "cache.get_seq_length()": "get_length get_usable_length length n_tokens num_tokens seen_tokens "
     "seq_len",
-    "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys value_cache values",
-    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size total_bytes",
+    "cache.layers[0].keys, and .values": "decompress dequantize key_cache keys kv to_tensors "
+    "value_cache values",
+    "cache.nbytes": "bytes get_memory_footprint memory num_bytes numel size sizes total_bytes",
     "cache.reset()": "clear empty flush",
     "cache.save(path)": "dump export save_pretrained state_dict to_disk to_legacy_cache write",
-    "cache.saved, the share of an exact cache's bytes that is saved": "compression_ratio ratio",
-    "cache.stats()['bits_per_value']": "bits",
+    "cache.saved, the share that is saved": "compression_ratio nbytes_saved ratio savings",
+    "cache.spec": "group method sinks specs window",
+    "cache.stats()['bits_per_value']": "bits bits_per_value",
     "copy.deepcopy(cache)": "clone copy detach duplicate fork",
     "CompressedCache.load(path, model)": "from_file from_pretrained from_snapshot load_state_dict",
-    "model.generate(**inputs, cache=cache): it is packed as it grows": "append compress quantize",
+    "model.generate(**inputs, cache=cache)": "append compress forward generate quantize",
     "model.to(...): a cache is as its model is": "cpu cuda device dtype to",
-    "print(cache), or cache.stats()": "describe info report summary",
+    "print(cache), or cache.stats()": "describe get_stats info metrics report statistics summary",
 }
 CACHE_MEANT = {name: line for line, names in _LINES.items() for name in names.split()}
 """Replacements of names that a `CompressedCache` does not have."""
@@ -57,7 +59,7 @@ _OPTION_LINES = {
     "a cache is where its model is; write: model.to({value!r}); {maker}(model)": "device",
     "a cache stays with its model: leave it out": "offload offloading",
     "a recipe has specs by layer; write: {maker}(model, {{'default': 'trellis:bits=4', 'layers': "
-    "{{0: 'none'}}}})": "exact_layers kv_cache_dtype_skip_layers skip_layers",
+    "{{0: 'none'}}}})": "exact_layers layers kv_cache_dtype_skip_layers skip_layers",
     "all tokens are kept, in fewer bits; write: {maker}(model, bits=3)": "compression_ratio",
     "as HQQ does write: {maker}(model, 'int:bits=4,group=64')": "axis_key axis_value",
     "kvpact uses torch's threads; write: torch.set_num_threads({value!r})": "n_threads num_threads "
@@ -67,7 +69,7 @@ _OPTION_LINES = {
     "paged",
     "the cache grows as needed, leave it out; for a limit in bytes write: {maker}(model, budget="
     "'200MB')": "batch_size max_batch_size max_cache_len max_length max_model_len max_seq_len "
-    "n_ctx",
+    "max_tokens n_ctx num_tokens",
     "the model's dtype is the cache's: leave it out": "compute_dtype dtype torch_dtype",
     "write: kvpact.integrations.transformers.prefix_cache(store, model, cache)": "prefix_cache "
     "enable_prefix_caching prefix_caching",
@@ -125,6 +127,7 @@ def unwrapped(model: Any) -> Any:
 
 def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecLike:
     """Return a call's spec, with options of its own among `named` ones; these are taken out."""
+    spec = getattr(spec, "chosen", spec)  # of a recommendation
     if isinstance(spec, Cache):
         raise SpecError(
             f"a {type(spec).__name__} can't be taken over; write: cache = {maker}(model), and run "
@@ -148,8 +151,8 @@ def meant_spec(maker: str, spec: SpecLike | int, named: dict[str, Any]) -> SpecL
             line = _ELSEWHERE[name].format(maker=maker, value=value)
         elif near := get_close_matches(name, _OPTIONS, n=1):
             line = f"did you mean {near[0]}={value!r}?"
-        elif isinstance(value, str):
-            line += f"; write: {maker}(model, {(_known(value) or DEFAULT_SPEC)!r})"
+        elif isinstance(value, str) and (text := _known(value)):
+            line += f"; write: {maker}(model, {text!r})"
         elif text := _known(spec, **{_MEANT.get(name, name): value}):
             line = f"the spec has; write: {maker}(model, {text!r})"
         elif name in _MEANT:
