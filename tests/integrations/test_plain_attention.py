@@ -33,7 +33,7 @@ def windowed(new, total, window):
 @NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "new,total,window", [(64, 64, 7), (300, 300, 65), (65, 130, 66), (257, 301, 45)]
+    "new,total,window", [(96, 96, 7), (300, 300, 65), (97, 160, 66), (257, 301, 45)]
 )
 def test_a_window_is_that_of_the_mask(new, total, window, dtype, monkeypatch):
     q = numbers(2, 6, new, 40, dtype=dtype)

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels import covering_new
 
-LEAST_QUERIES = 64
-"""Queries from which the native kernel is quicker than ``sdpa``, whatever the width and heads."""
+LEAST_QUERIES = 96
+"""Queries from which the native kernel takes a prompt: it is quicker than ``sdpa`` from 64 on, but
+while a cache's first tokens wait, it is an exact one to the bit."""
 _BLOCK = 256  # rows of a mask that are compared at once
 _given = threading.local()
 """`key`: of the last prompt that this thread gave to a layer which transformers caches."""
